@@ -1,0 +1,59 @@
+# Everything that people and CI run. A fresh machine needs Python 3.11 (with venv) and make, nothing else.
+#   make setup   a virtual environment in .venv with the pinned versions (done once; the other targets call it)
+#   make test    all checks: formatting, lint, types, import rules, tests
+#   make soak    the long campaigns in full      make bench   the benchmarks
+#   make demo    trains, kills, resumes, and compares with an uninterrupted run
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint types tests soak bench demo clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TORCH := $(shell grep '^torch==' constraints.txt)
+WORKERS ?= 2
+# Tests and trainers share few cores: one thread each, or OpenMP pools fight for them.
+export OMP_NUM_THREADS ?= 1
+
+help:
+	@sed -n '2,5s/^#  *//p' Makefile
+
+setup: $(READY)
+
+# torch goes in first and by its exact pin, so that nothing that depends on it can choose another build.
+$(READY): constraints.txt setup.py pyproject.toml
+	@echo "easyckpt: setting up $(VENV) (once)" >&2
+	@for python in $${PYTHON:-} python3.11 python3; do \
+	    if "$$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; \
+	        then exec "$$python" -m venv --clear $(VENV); fi; \
+	done; echo "easyckpt: needs Python 3.10 to 3.13 (tested with 3.11)" >&2; exit 1
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,fuse]'
+	@touch $@
+
+test: lint types tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+tests: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not soak" $(ARGS)
+
+soak: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) -m soak --timeout 3600 $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Megatron pretraining scripts: nothing is built here yet."""

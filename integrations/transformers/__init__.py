@@ -1,0 +1,1 @@
+"""Hugging Face Trainer: nothing is built here yet."""
