@@ -1,0 +1,44 @@
+"""The ``easyckpt`` command: one file per command family, joined here.
+
+Exit codes: 0 good; 1 damaged or different; 2 bad input. Documents go to stdout, messages and progress to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from easyckpt.cli import inspect, output, rescue, verify
+from easyckpt.version import VERSION
+
+app = typer.Typer(
+    name="easyckpt",
+    help="Look at, check and rescue easyckpt checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+inspect.register(app)
+verify.register(app)
+rescue.register(app)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"easyckpt {VERSION}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _easyckpt(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
+) -> None:
+    """Look at, check and rescue easyckpt checkpoints."""
+
+
+def main() -> None:
+    """Run the command line and end the process with its exit code."""
+    output.make_streams_safe()
+    app()

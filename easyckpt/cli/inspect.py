@@ -1,0 +1,198 @@
+"""``easyckpt ls`` and ``easyckpt show``: what is there. They read manifests and indexes, never tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from easyckpt.catalog import Entry
+from easyckpt.cli import output
+from easyckpt.cli.output import Answer, AsJson
+from easyckpt.cli.target import TARGET_HELP, Target, resolve
+from easyckpt.errors import UsageError
+from easyckpt.format import codec, layout
+from easyckpt.format.manifest import Index, Manifest
+
+
+def register(app: typer.Typer) -> None:
+    """Add this family's commands to `app`."""
+    app.command("ls")(output.command(ls))
+    app.command("show")(output.command(show))
+
+
+def ls(
+    root: Annotated[str, typer.Argument(help="A checkpoint root.", show_default=False)],
+    all_: Annotated[bool, typer.Option("--all", help="Also stale, unfinished and removed ones.")] = False,
+    as_json: AsJson = False,
+) -> Answer:
+    """List the checkpoints of a run, oldest first."""
+    target = resolve(root)
+    record = target.record()
+    entries = [target.pick()] if target.is_one else [e for e in target.scan().entries if all_ or e.kind == "committed"]
+    rows = [entry_document(entry) for entry in entries]
+    document = {
+        "root": target.root,
+        "run": record.run if record else None,
+        "timelines": [line.id for line in record.timelines] if record else [],
+        "checkpoints": rows,
+    }
+    return Answer(document, [_ls_table(rows)] if rows else [f"{target.root}: no checkpoint in it yet"])
+
+
+def _ls_table(rows: list[dict[str, Any]]) -> Any:
+    return output.table(
+        ["step#", "saved", "size#", "ranks#", "timeline", "state", "name"],
+        [
+            (
+                row["step"],
+                output.moment(row["created"]),
+                output.size(row["bytes"]),
+                row["world_size"] if row["world_size"] is not None else "-",
+                row["timeline"] or "-",
+                row["kind"] if row["problem"] is None else f"{row['kind']}, not valid: {row['problem']}",
+                row["name"],
+            )
+            for row in rows
+        ],
+    )
+
+
+def entry_document(entry: Entry) -> dict[str, Any]:
+    """What is known of one directory of the root, for programs."""
+    manifest = entry.manifest
+    return {
+        "step": entry.step,
+        "name": entry.name,
+        "kind": entry.kind,
+        "valid": manifest is not None and entry.problem is None,
+        "problem": entry.problem,
+        "timeline": manifest.timeline if manifest else entry.timeline,
+        "created": manifest.created if manifest else None,
+        "world_size": manifest.world_size if manifest else None,
+        "bytes": sum(file.size for file in manifest.files.values()) if manifest else None,
+        "metrics": dict(manifest.metrics) if manifest else {},
+    }
+
+
+@dataclass(slots=True)
+class _Part:
+    """What the ranks hold together of one component."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    dtypes: set[str] = field(default_factory=set)
+
+    def add(self, nbytes: int, dtype: str) -> None:
+        self.tensors += 1
+        self.nbytes += nbytes
+        self.dtypes.add(dtype)
+
+
+def show(
+    checkpoint: Annotated[str, typer.Argument(metavar="ROOT[@STEP]", help=TARGET_HELP, show_default=False)],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: AsJson = False,
+) -> Answer:
+    """Show what one checkpoint holds (the newest, unless a step is given)."""
+    target = resolve(checkpoint)
+    entry = target.pick()
+    manifest = entry.manifest
+    if manifest is None:
+        raise UsageError(f"{target.root}: {entry.name} cannot be shown: {entry.problem}")
+    indexes = [_read_index(target, entry, name) for name in sorted(manifest.files) if _is_index(name)]
+    parts, leaves = _contents(indexes)
+    document = {
+        "root": target.root,
+        **entry_document(entry),
+        "run": manifest.run,
+        "attempt": manifest.attempt,
+        "parent": manifest.parent,
+        "format": manifest.format,
+        "features": list(manifest.features),
+        "files": {name: {"size": file.size, "digest": file.digest} for name, file in sorted(manifest.files.items())},
+        "components": {
+            name: {"tensors": part.tensors, "bytes": part.nbytes, "dtypes": sorted(part.dtypes)}
+            for name, part in parts.items()
+        },
+    }
+    views = [*_facts(target, entry, manifest), _parts_table(parts), "", _files_table(manifest)]
+    if tensors:
+        document["tensors"] = leaves
+        views += ["", _tensors_table(leaves)]
+    return Answer(document, views)
+
+
+def _is_index(name: str) -> bool:
+    return layout.parse_index_file(name) is not None
+
+
+def _read_index(target: Target, entry: Entry, name: str) -> Index:
+    return Index.from_bytes(target.storage.read(f"{entry.name}/{name}"))
+
+
+def _contents(indexes: Iterable[Index]) -> tuple[dict[str, _Part], list[dict[str, Any]]]:
+    parts: dict[str, _Part] = {}
+    leaves: list[dict[str, Any]] = []
+    for index in indexes:
+        for component in index.layout.trees if isinstance(index.layout.trees, dict) else ():
+            parts.setdefault(str(component), _Part())
+        for leaf in index.layout.leaves:
+            if leaf.replicated and not index.shard.write_replicated:
+                continue  # another rank's shard holds it
+            parts.setdefault(str(leaf.path[0]), _Part()).add(leaf.nbytes, leaf.dtype)
+            leaves.append(
+                {
+                    "rank": index.rank,
+                    "path": codec.path_text(leaf.path),
+                    "dtype": leaf.dtype,
+                    "shape": list(leaf.shape),
+                    "bytes": leaf.nbytes,
+                    "replicated": leaf.replicated,
+                }
+            )
+    return parts, leaves
+
+
+def _facts(target: Target, entry: Entry, manifest: Manifest) -> list[str]:
+    total = output.size(sum(file.size for file in manifest.files.values()))
+    lines = [
+        f"{target.root}: step {manifest.step} ({entry.name}), {total} in {len(manifest.files)} files",
+        f"saved {output.moment(manifest.created)} by {manifest.world_size} rank(s), run {manifest.run}, "
+        f"timeline {manifest.timeline}",
+    ]
+    if entry.problem is not None:
+        lines.append(f"not valid: {entry.problem}")
+    if manifest.parent is not None:
+        lines.append(f"copied from {manifest.parent}")
+    if manifest.metrics:
+        lines.append("metrics: " + ", ".join(f"{name}={value}" for name, value in manifest.metrics.items()))
+    return [*lines, ""]
+
+
+def _parts_table(parts: dict[str, _Part]) -> Any:
+    rows = [
+        (name, part.tensors, output.size(part.nbytes), " ".join(sorted(part.dtypes))) for name, part in parts.items()
+    ]
+    return output.table(["component", "tensors#", "size#", "dtypes"], rows)
+
+
+def _files_table(manifest: Manifest) -> Any:
+    rows = [(name, output.size(file.size), file.digest) for name, file in sorted(manifest.files.items())]
+    return output.table(["file", "size#", "digest"], rows)
+
+
+def _tensors_table(leaves: list[dict[str, Any]]) -> Any:
+    rows = [
+        (
+            leaf["rank"],
+            leaf["path"],
+            leaf["dtype"],
+            "x".join(map(str, leaf["shape"])) or "scalar",
+            output.size(leaf["bytes"]),
+        )
+        for leaf in leaves
+    ]
+    return output.table(["rank#", "tensor", "dtype", "shape", "size#"], rows)

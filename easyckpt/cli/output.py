@@ -1,0 +1,183 @@
+"""What the commands print and how they end, for all of them alike.
+
+A command returns an `Answer`: one JSON-able document, the tables that show the same to people, and the exit code.
+Documents and tables go to stdout; messages and progress go to stderr, so that stdout can be piped as it is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from easyckpt.errors import EasyckptError
+
+GOOD, DAMAGED, BAD_INPUT = 0, 1, 2
+_INTERRUPTED = 130
+_PIPE_WIDTH = 200  # a table that is piped into a file must not be cut to a terminal's width
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+_P = ParamSpec("_P")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command found out: for programs (`document`), for people (`views`: tables and lines)."""
+
+    document: dict[str, Any]
+    views: Sequence[Table | str]
+    code: int = GOOD
+
+
+def command(function: Callable[_P, Answer]) -> Callable[_P, None]:
+    """Make a typer command of a function that returns an `Answer` and has the parameter `as_json`.
+
+    Every error that easyckpt or the operating system raises on purpose becomes one line and exit code 2.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        as_json = bool(kwargs.get("as_json"))
+        try:
+            answer = function(*args, **kwargs)
+        except (EasyckptError, OSError) as error:
+            _fail(error, as_json=as_json)
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise typer.Exit(_INTERRUPTED) from None
+        _print(answer, as_json=as_json)
+        raise typer.Exit(answer.code)
+
+    # typer would print an annotation of the wrapped function's return value otherwise.
+    run.__annotations__ = {**function.__annotations__, "return": None}
+    return run
+
+
+def _print(answer: Answer, *, as_json: bool) -> None:
+    try:
+        if as_json:
+            json.dump(answer.document, sys.stdout, indent=2, ensure_ascii=True, allow_nan=True)
+            sys.stdout.write("\n")
+        else:
+            console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
+            for view in answer.views:
+                console.print(view if isinstance(view, Table) else text(view), soft_wrap=isinstance(view, str))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (`head`, `less`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(error: Exception, *, as_json: bool) -> NoReturn:
+    message = _describe(error)
+    if as_json:
+        json.dump({"error": {"kind": type(error).__name__, "message": message}}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    say(message)
+    raise typer.Exit(BAD_INPUT) from None
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes)) else ""
+        return f"{where}{error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def say(message: str) -> None:
+    """One message line for people, on stderr."""
+    sys.stderr.write(f"easyckpt: {clean(message)}\n")
+
+
+def clean(value: object) -> str:
+    """`value` as text that cannot steer a terminal: what is not printable is escaped."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in str(value)
+    )
+
+
+def text(value: object) -> Text:
+    """`value` for a table cell or line: cleaned, and never read as markup."""
+    return Text(clean(value), overflow="fold")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> Table:
+    """A plain table; columns whose name ends with ``#`` are numbers and stand to the right."""
+    result = Table(title=text(title) if title else None, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        number = column.endswith("#")
+        result.add_column(column.removesuffix("#"), justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        result.add_row(*(text(cell) for cell in row))
+    return result
+
+
+def size(nbytes: int | None) -> str:
+    """A byte count for people, in binary units; ``-`` where it is unknown."""
+    if nbytes is None:
+        return "-"
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} PiB"
+
+
+def moment(seconds: float | None) -> str:
+    """A unix time for people, in the local time zone."""
+    if seconds is None:
+        return "-"
+    try:
+        return datetime.datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds}"
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over `total` bytes on stderr while it is a terminal; yields the function that counts bytes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    console = Console(stderr=True)
+    with Progress(
+        *columns,
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(clean(title), total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def working(title: str) -> Iterator[None]:
+    """A spinner on stderr while it is a terminal, for work of unknown length."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(clean(title)):
+        yield
+
+
+def make_streams_safe() -> None:
+    """Names that stdout's encoding lacks are escaped, not an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

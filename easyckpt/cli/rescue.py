@@ -1,0 +1,40 @@
+"""``easyckpt rescue``: commit the whole snapshots that dead processes of a run left in shared memory."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from easyckpt.cli import output
+from easyckpt.cli.output import Answer, AsJson
+from easyckpt.cli.target import resolve
+from easyckpt.errors import UsageError
+from easyckpt.saving import rescue as saving_rescue
+
+
+def register(app: typer.Typer) -> None:
+    """Add this family's command to `app`."""
+    app.command("rescue")(output.command(rescue))
+
+
+def rescue(
+    root: Annotated[str, typer.Argument(help="The checkpoint root of the run that died.", show_default=False)],
+    memory_dir: Annotated[
+        str | None, typer.Option(help="Where the run kept its memory tier, if it set that.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> Answer:
+    """Commit whole snapshots that dead processes left in this machine's shared memory."""
+    target = resolve(root)
+    if target.is_one:
+        raise UsageError(f"{root}: one checkpoint; rescue takes the root of a run")
+    target.scan()  # not a root of ours: said before anything is done
+    with output.working("committing what is left in memory"):
+        rescued = saving_rescue.rescue(target.root, memory_dir)
+    rows = [{"step": item.step, "path": item.path, "bytes": item.bytes} for item in rescued]
+    document = {"root": target.root, "rescued": rows}
+    if not rows:
+        return Answer(document, [f"{target.root}: no whole snapshot of this run in memory that is not committed"])
+    table = output.table(["step#", "size#", "committed as"], [(r.step, output.size(r.bytes), r.path) for r in rescued])
+    return Answer(document, [table])

@@ -1,0 +1,93 @@
+"""What the user points at: ``ROOT``, ``ROOT@STEP`` or a step directory. Nothing here writes."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from easyckpt import catalog
+from easyckpt.catalog import Catalog, Entry
+from easyckpt.errors import ForeignFormat, UsageError
+from easyckpt.format import layout
+from easyckpt.format.manifest import RootRecord
+from easyckpt.storage.base import Storage
+from easyckpt.storage.local import LocalStorage
+
+TARGET_HELP = "A checkpoint root, ROOT@STEP, or one step directory."
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A root that holds checkpoints of ours, and the one checkpoint in it that was named, if one was."""
+
+    root: str
+    storage: Storage
+    name: str | None = None
+    step: int | None = None
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one certain checkpoint was named."""
+        return self.name is not None or self.step is not None
+
+    def record(self) -> RootRecord | None:
+        """The root's own record. Raises FormatError where it is damaged, foreign or newer."""
+        return catalog.read_root(self.storage)
+
+    def scan(self) -> Catalog:
+        """Everything in the root. Raises ForeignFormat where nothing there is ours."""
+        found = catalog.scan(self.storage)
+        if not found.entries and not self.storage.exists(layout.ROOT_FILE):
+            raise ForeignFormat(f"{self.root}: not an easyckpt root: no {layout.ROOT_FILE} and no checkpoint in it")
+        return found
+
+    def pick(self) -> Entry:
+        """The checkpoint that was named, else the newest valid one. Raises UsageError where there is none."""
+        if self.name is not None:
+            return self._by_name(self.name)
+        found = self.scan()
+        if self.step is None:
+            if not found.committed():
+                raise UsageError(f"{self.root}: no committed checkpoint in it yet")
+            return found.committed()[-1]
+        entries = [entry for entry in found.entries if entry.kind == "committed" and entry.step == self.step]
+        if not entries:
+            raise UsageError(f"{self.root}: no checkpoint of step {self.step} in it; {_what_there_is(found)}")
+        return entries[0]
+
+    def _by_name(self, name: str) -> Entry:
+        for entry in catalog.scan(self.storage).entries:
+            if entry.name == name:
+                return entry
+        manifest = catalog.read_manifest(self.storage, name)  # another layout's directory that carries our manifest
+        return Entry(step=manifest.step, name=name, kind="committed", manifest=manifest, timeline=manifest.timeline)
+
+
+def _what_there_is(found: Catalog) -> str:
+    steps = [entry.step for entry in found.committed()]
+    if not steps:
+        return "it holds no committed checkpoint"
+    return f"it holds {len(steps)}, from step {steps[0]} to {steps[-1]}"
+
+
+def resolve(given: str) -> Target:
+    """Find out what `given` points at. Raises UsageError, or OSError where it may not be read."""
+    path, step = given, None
+    if not os.path.lexists(given):  # a directory may have an @ in its name
+        match = re.fullmatch(r"(.+)@([0-9]{1,18})", given, re.DOTALL)
+        if match:
+            path, step = match[1], int(match[2])
+    if not os.path.exists(path):
+        raise UsageError(f"{path}: no such directory")
+    if not os.path.isdir(path):
+        raise UsageError(f"{path}: a file, not a checkpoint directory")
+    os.listdir(path)  # no permission is said here, once
+    real = os.path.realpath(path)
+    name = os.path.basename(real)
+    if layout.parse_step_dir(name) is None and not os.path.lexists(os.path.join(real, layout.MANIFEST)):
+        return Target(root=path, storage=LocalStorage(real), step=step)
+    if step is not None:
+        raise UsageError(f"{given}: {path} is one checkpoint already; give its root before the @")
+    root = os.path.dirname(real)
+    return Target(root=root, storage=LocalStorage(root), name=name)

@@ -1,0 +1,109 @@
+"""``easyckpt verify``: read every byte and say which file, tensor and chunk is bad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from easyckpt import catalog
+from easyckpt.catalog import Entry, Problem
+from easyckpt.cli import output
+from easyckpt.cli.output import Answer, AsJson
+from easyckpt.cli.target import TARGET_HELP, Target, resolve
+from easyckpt.errors import DamagedCheckpoint, UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Add this family's command to `app`."""
+    app.command("verify")(output.command(verify))
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    entry: Entry
+    problems: list[Problem]
+
+    def document(self) -> dict[str, Any]:
+        manifest = self.entry.manifest
+        return {
+            "step": self.entry.step,
+            "name": self.entry.name,
+            "good": not self.problems,
+            "bytes": sum(file.size for file in manifest.files.values()) if manifest else None,
+            "problems": [
+                {"file": p.file, "tensor": p.tensor, "chunk": p.chunk, "message": p.message} for p in self.problems
+            ],
+        }
+
+
+def verify(
+    checkpoint: Annotated[str, typer.Argument(metavar="ROOT[@STEP]", help=TARGET_HELP, show_default=False)],
+    all_: Annotated[bool, typer.Option("--all", help="Also the stale ones.")] = False,
+    as_json: AsJson = False,
+) -> Answer:
+    """Check every byte of one checkpoint, or of all in a root. Exit code 1: something is damaged."""
+    target = resolve(checkpoint)
+    root_problem = _root_problem(target)
+    entries = [target.pick()] if target.is_one else _all_entries(target, stale=all_)
+    total = sum(file.size for entry in entries if entry.manifest for file in entry.manifest.files.values())
+    with output.progress("verify", total) as count:
+        verdicts = [_Verdict(entry, _problems(target, entry, count)) for entry in entries]
+    documents = [verdict.document() for verdict in verdicts]
+    good = root_problem is None and all(document["good"] for document in documents)
+    document = {"root": target.root, "good": good, "problem": root_problem, "checkpoints": documents}
+    views = [] if root_problem is None else [root_problem]
+    return Answer(document, [*views, *_views(documents)], output.GOOD if good else output.DAMAGED)
+
+
+def _root_problem(target: Target) -> str | None:
+    """What is damaged in the root's own record. A foreign or newer one is bad input and raises."""
+    try:
+        target.record()
+    except DamagedCheckpoint as error:
+        return str(error)
+    return None
+
+
+def _all_entries(target: Target, *, stale: bool) -> list[Entry]:
+    kinds = ("committed", "stale") if stale else ("committed",)
+    entries = [entry for entry in target.scan().entries if entry.kind in kinds]
+    if not entries:
+        raise UsageError(f"{target.root}: nothing to verify: no committed checkpoint in it")
+    return entries
+
+
+def _problems(target: Target, entry: Entry, count: Callable[[int], None]) -> list[Problem]:
+    problems = catalog.verify(target.storage, entry, on_bytes=count)
+    if entry.problem is not None and not problems:
+        return [Problem(file=entry.name, tensor=None, chunk=None, message=entry.problem)]
+    return problems
+
+
+def _views(documents: list[dict[str, Any]]) -> list[Any]:
+    rows = [
+        (
+            document["step"],
+            document["name"],
+            output.size(document["bytes"]),
+            "good" if document["good"] else f"DAMAGED ({len(document['problems'])} problems)",
+        )
+        for document in documents
+    ]
+    lines = [
+        f"{document['name']}/{_where(problem)}: {problem['message']}"
+        for document in documents
+        for problem in document["problems"]
+    ]
+    return [output.table(["step#", "name", "size#", "state"], rows), *([""] if lines else []), *lines]
+
+
+def _where(problem: dict[str, Any]) -> str:
+    parts = [problem["file"]]
+    if problem["tensor"] is not None:
+        parts.append(f"tensor {problem['tensor']}")
+    if problem["chunk"] is not None:
+        parts.append(f"chunk {problem['chunk']}")
+    return ", ".join(parts)
