@@ -1,0 +1,322 @@
+"""Every setting of a Checkpointer in one place, and the order in which sources of settings win.
+
+``resolve`` takes an argument of the call first, then ``EASYCKPT_<FIELD>`` from the environment, then the YAML file
+(``config=`` or ``EASYCKPT_CONFIG``), then the default. ``EASYCKPT_AUDIT`` (JSON) alone overrides arguments: it is how
+``easyckpt audit`` runs an unchanged training script into its own directory with its own schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import json
+import math
+import os
+import signal
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import yaml
+
+from easyckpt.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "EASYCKPT_"
+CONFIG_VARIABLE = "EASYCKPT_CONFIG"
+AUDIT_VARIABLE = "EASYCKPT_AUDIT"
+_AUDIT_ONLY = ("root", "stop_step", "left_out")
+_UNCATCHABLE = ("SIGKILL", "SIGSTOP")
+_WORDS_OF_NONE = ("", "none", "null", "auto", "~")
+_WORDS_OF_BOOL = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+
+
+class Unset(enum.Enum):
+    """The type of UNSET, so that a signature can tell "not given" from every value."""
+
+    UNSET = "not given"
+
+
+UNSET: Final = Unset.UNSET
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Audit:
+    """What ``easyckpt audit`` asks of a run beside plain settings."""
+
+    root: str | None = None
+    """Checkpoint root that takes the place of the script's own; None: the script's."""
+
+    stop_step: int | None = None
+    """Finished steps after which the run is to be stopped; None: never."""
+
+    left_out: tuple[str, ...] = ()
+    """Names of state components that this run leaves out of its checkpoints."""
+
+    def __post_init__(self) -> None:
+        root, stop = self.root, self.stop_step
+        _check(root is None or isinstance(root, str), "audit.root", "a path or null", root)
+        _check(stop is None or _is_int(stop, 0), "audit.stop_step", "a number of steps or null", stop)
+        names = self.left_out
+        good = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        _check(good, "audit.left_out", "a list of component names", names)
+        object.__setattr__(self, "left_out", tuple(names))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """All settings of a Checkpointer. Immutable; a wrong value raises ConfigError naming the field."""
+
+    save_mem_interval: int = 1
+    """Steps between two snapshots into host memory."""
+
+    save_storage_interval: int = 100
+    """Steps between two flushes to storage."""
+
+    max_ckpt_num: int | None = 5
+    """Committed, valid, unpinned checkpoints of the current line that are kept; None keeps all."""
+
+    overlap: bool = True
+    """Copy what only the optimizer writes during the next forward and backward."""
+
+    slots: int = 4
+    """Snapshots that the memory of one rank has room for; fewer are used when memory is short."""
+
+    log_file_path: str | None = None
+    """File that the readable log is appended to; None: only Python's logging."""
+
+    signals: tuple[str, ...] = ("SIGTERM",)
+    """Names of the signals that start an emergency flush; empty: none."""
+
+    on_failure: Literal["raise", "continue"] = "raise"
+    """What a failed background save does at the next call: raise, or go on for `max_failures` in a row."""
+
+    max_failures: int = 3
+    """With on_failure="continue": failed saves in a row after which the failure is raised all the same."""
+
+    back_pressure: Literal["skip", "wait"] = "skip"
+    """What happens when no slot is free or a flush is still running: skip (counted), or hold the training up."""
+
+    peer_timeout: float = 300.0
+    """Seconds that one rank waits for another outside of a commit."""
+
+    commit_timeout: float = 600.0
+    """Seconds from the announcement of an attempt until it is committed or abandoned."""
+
+    close_timeout: float = 600.0
+    """Seconds that close() gives pending saves to become durable."""
+
+    exception_drain_timeout: float = 30.0
+    """Seconds that pending saves get when the training ended in an exception."""
+
+    signal_deadline: float = 20.0
+    """Seconds from a signal until the emergency flush is given up."""
+
+    lease_timeout: float = 60.0
+    """Seconds without a renewal after which another job's lease on the root counts as dead."""
+
+    lease_interval: float = 10.0
+    """Seconds between two renewals of the own lease; below half of lease_timeout."""
+
+    memory_dir: str | None = None
+    """Directory of the memory tier (a tmpfs); None: /dev/shm where it can be used."""
+
+    memory_checksum: bool = False
+    """Checksum the bulk of every memory snapshot too; costs a pass over memory for each."""
+
+    direct_io: bool | None = None
+    """Write and read storage with O_DIRECT; None: where a probe shows that the file system really takes it."""
+
+    optimizer_factor: float | None = None
+    """Bytes of the whole state per byte of parameters, for reserving memory; None: found from the optimizers."""
+
+    min_free_bytes: int = 0
+    """Bytes that a flush must leave free on storage; a flush that would not is refused before it begins."""
+
+    events: bool = True
+    """Write events/rank-*.jsonl into the root."""
+
+    audit: Audit | None = None
+    """Set from EASYCKPT_AUDIT only."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _converted(field.name, getattr(self, field.name)))
+        for name in ("save_mem_interval", "save_storage_interval", "slots", "max_failures", "max_ckpt_num"):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, name, "at least 1", value)
+        _check(self.min_free_bytes >= 0, "min_free_bytes", "0 or more bytes", self.min_free_bytes)
+        for field in dataclasses.fields(self):
+            if _kinds(field.name) == (float,):
+                value = getattr(self, field.name)
+                _check(value > 0, field.name, "a positive number of seconds", value)
+        factor = self.optimizer_factor
+        _check(factor is None or factor >= 1, "optimizer_factor", "at least 1 or None", factor)
+        _check(
+            self.lease_interval * 2 < self.lease_timeout,
+            "lease_interval",
+            f"below half of lease_timeout ({self.lease_timeout:g} s)",
+            self.lease_interval,
+        )
+
+
+def resolve(
+    arguments: Mapping[str, Any],
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> CheckpointConfig:
+    """Build the configuration from all sources; see the module's docstring for which one wins.
+
+    `arguments` holds what the caller gave: entries whose value is UNSET count as not given. `config` is the path of
+    a YAML file, or its content as a mapping. `environ` is os.environ unless given. Raises ConfigError, naming the
+    field and the source.
+    """
+    environ = os.environ if environ is None else environ
+    if config is None:
+        config = environ.get(CONFIG_VARIABLE) or None
+    values: dict[str, Any] = {}
+    origin = "config"
+    if isinstance(config, Mapping):
+        values |= _known(config, origin)
+    elif config is not None:
+        origin = f"config file {os.fspath(config)}"
+        values |= _known(_read_yaml(os.fspath(config)), origin)
+    values = {name: _sourced(name, value, origin) for name, value in values.items()}
+    values |= _from_environment(environ)
+    values |= _known({name: value for name, value in arguments.items() if value is not UNSET}, "arguments")
+    if environ.get(AUDIT_VARIABLE):
+        values |= _from_audit(environ[AUDIT_VARIABLE])
+    return CheckpointConfig(**values)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for name in _settable():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if variable in environ:
+            values[name] = _sourced(name, environ[variable], f"environment variable {variable}")
+    return values
+
+
+def _from_audit(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{AUDIT_VARIABLE} is not JSON ({error}): unset it, or use `easyckpt audit`") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{AUDIT_VARIABLE} must be a JSON object, not {content!r}")
+    special = {name: content.pop(name) for name in _AUDIT_ONLY if name in content}
+    values = {name: _sourced(name, value, AUDIT_VARIABLE) for name, value in _known(content, AUDIT_VARIABLE).items()}
+    return values | {"audit": Audit(**special)}
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config: cannot read {path}: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"config: {path} must be a mapping of settings, not a {type(content).__name__}")
+    return content
+
+
+def _settable() -> list[str]:
+    return [field.name for field in dataclasses.fields(CheckpointConfig) if field.name != "audit"]
+
+
+def _known(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """`values`, all of whose names are settings; ConfigError with the nearest name otherwise."""
+    names = _settable()
+    for name in values:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(names)}"
+            raise ConfigError(f"{origin}: there is no setting {name!r}{hint}")
+    return dict(values)
+
+
+def _sourced(name: str, value: Any, origin: str) -> Any:
+    try:
+        return _converted(name, _from_text(name, value))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (from {origin})") from None
+
+
+def _from_text(name: str, value: Any) -> Any:
+    """Read text from the environment or YAML as the field's type; other values, and bad text, are left alone."""
+    kinds = _kinds(name)
+    if not isinstance(value, str):
+        return value
+    word = value.strip()
+    if type(None) in kinds and word.lower() in _WORDS_OF_NONE:
+        return None
+    if tuple in kinds:
+        return tuple(part for part in word.replace(",", " ").split() if part)
+    if bool in kinds:
+        return _WORDS_OF_BOOL.get(word.lower(), value)
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(word)
+            except ValueError:
+                return value
+    return value
+
+
+def _kinds(name: str) -> tuple[type, ...]:
+    """The classes that a field may hold."""
+    hint = _HINTS[name]
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return tuple(str if typing.get_origin(part) is Literal else typing.get_origin(part) or part for part in parts)
+
+
+def _converted(name: str, value: Any) -> Any:
+    """`value` in the field's exact type; ConfigError where it cannot be meant."""
+    kinds = _kinds(name)
+    choices = typing.get_args(_HINTS[name]) if typing.get_origin(_HINTS[name]) is Literal else ()
+    if value is None and type(None) in kinds:
+        return None
+    if choices:
+        _check(value in choices, name, " or ".join(repr(choice) for choice in choices), value)
+    elif bool in kinds:
+        _check(isinstance(value, bool), name, "True or False", value)
+    elif int in kinds:
+        _check(_is_int(value), name, "a whole number", value)
+    elif float in kinds:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        _check(number and math.isfinite(value), name, "a finite number", value)
+        return float(value)
+    elif tuple in kinds:
+        return _signal_names(name, value)
+    elif str in kinds:
+        _check(isinstance(value, (str, os.PathLike)), name, "a path", value)
+        return os.fspath(value)
+    else:
+        _check(isinstance(value, kinds), name, " or ".join(kind.__name__ for kind in kinds), value)
+    return value
+
+
+def _signal_names(name: str, value: Any) -> tuple[str, ...]:
+    _check(isinstance(value, (list, tuple)), name, "a sequence of names such as ('SIGTERM',)", value)
+    names = tuple(item.name if isinstance(item, signal.Signals) else item for item in value)
+    for item in names:
+        known = isinstance(item, str) and item in signal.Signals.__members__
+        _check(known and item not in _UNCATCHABLE, name, "names of signals that can be caught", item)
+    return tuple(dict.fromkeys(names))
+
+
+def _is_int(value: Any, least: int | None = None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def _check(good: bool, name: str, expected: str, value: Any) -> None:
+    if not good:
+        raise ConfigError(f"{name} must be {expected}, not {value!r}")
+
+
+_HINTS: Final[dict[str, Any]] = typing.get_type_hints(CheckpointConfig)

@@ -1,0 +1,167 @@
+"""CheckpointConfig: defaults, validation, and which source of a setting wins."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import signal
+
+import pytest
+
+from easyckpt import config as module
+from easyckpt.config import UNSET, Audit, CheckpointConfig, resolve
+from easyckpt.errors import ConfigError
+
+
+def test_defaults_are_the_interface():
+    config = CheckpointConfig()
+    assert (config.save_mem_interval, config.save_storage_interval, config.max_ckpt_num) == (1, 100, 5)
+    assert (config.overlap, config.slots, config.log_file_path, config.signals) == (True, 4, None, ("SIGTERM",))
+    assert (config.signal_deadline, config.lease_timeout) == (20.0, 60.0)
+    assert resolve({}, None, {}) == config
+
+
+def test_is_frozen_and_keyword_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CheckpointConfig().slots = 3
+    with pytest.raises(TypeError):
+        CheckpointConfig(1)
+
+
+def test_every_field_has_a_docstring():
+    (definition,) = (
+        node
+        for node in ast.parse(inspect.getsource(module)).body
+        if isinstance(node, ast.ClassDef) and node.name == "CheckpointConfig"
+    )
+    body = definition.body
+    for node, after in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign):
+            assert isinstance(after, ast.Expr), node.target.id
+            assert isinstance(after.value.value, str), node.target.id
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("save_mem_interval", 0),
+        ("save_mem_interval", True),
+        ("save_mem_interval", 1.5),
+        ("save_mem_interval", "1"),
+        ("save_storage_interval", -1),
+        ("save_storage_interval", None),
+        ("max_ckpt_num", 0),
+        ("overlap", 1),
+        ("slots", 0),
+        ("log_file_path", 3),
+        ("signals", "SIGTERM"),
+        ("signals", ("SIGKILL",)),
+        ("signals", ("TERM",)),
+        ("signals", (15,)),
+        ("on_failure", "ignore"),
+        ("max_failures", 0),
+        ("back_pressure", "drop"),
+        ("back_pressure", []),
+        ("peer_timeout", 0),
+        ("peer_timeout", float("inf")),
+        ("peer_timeout", float("nan")),
+        ("commit_timeout", -1.0),
+        ("close_timeout", None),
+        ("signal_deadline", True),
+        ("lease_interval", 30.0),
+        ("optimizer_factor", 0.5),
+        ("min_free_bytes", -1),
+        ("direct_io", "maybe"),
+        ("audit", {}),
+    ],
+)
+def test_a_wrong_value_names_the_field(field, value):
+    with pytest.raises(ConfigError, match=field):
+        CheckpointConfig(**{field: value})
+    if field != "audit" and value != "1":
+        with pytest.raises(ConfigError, match=field):
+            resolve({field: value}, None, {})
+
+
+def test_values_are_normalised(tmp_path):
+    config = CheckpointConfig(
+        signals=[signal.SIGUSR1, "SIGTERM", "SIGUSR1"], peer_timeout=5, log_file_path=tmp_path / "a"
+    )
+    assert config.signals == ("SIGUSR1", "SIGTERM")
+    assert type(config.peer_timeout) is float
+    assert config.log_file_path == str(tmp_path / "a")
+
+
+def test_precedence(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("slots: 5\nmax_ckpt_num: 7\nsave_storage_interval: 50\nsave_mem_interval: 10\n")
+    environ = {
+        "EASYCKPT_CONFIG": str(file),
+        "EASYCKPT_SLOTS": "6",
+        "EASYCKPT_MAX_CKPT_NUM": "8",
+        "EASYCKPT_SAVE_MEM_INTERVAL": "20",
+        "EASYCKPT_AUDIT": json.dumps({"save_mem_interval": 2, "stop_step": 9, "root": "/r", "left_out": ["model"]}),
+    }
+    config = resolve({"slots": 9, "overlap": UNSET, "save_mem_interval": 40}, None, environ)
+    assert config.slots == 9  # argument over environment over YAML
+    assert config.max_ckpt_num == 8  # environment over YAML
+    assert config.save_storage_interval == 50  # YAML over default
+    assert config.overlap is True  # not given: default
+    assert config.save_mem_interval == 2  # audit over all
+    assert config.audit == Audit(root="/r", stop_step=9, left_out=("model",))
+    other = tmp_path / "d.yaml"
+    other.write_text("")
+    assert resolve({}, other, environ).save_storage_interval == 100  # config= instead of EASYCKPT_CONFIG
+    assert resolve({}, {"save_storage_interval": 3}, environ).save_storage_interval == 3
+    assert resolve({"max_ckpt_num": None}, None, environ).max_ckpt_num is None  # None is a value, not "not given"
+
+
+def test_text_is_read_by_the_type_of_the_field():
+    environ = {
+        "EASYCKPT_MAX_CKPT_NUM": "none",
+        "EASYCKPT_OVERLAP": "off",
+        "EASYCKPT_DIRECT_IO": "TRUE",
+        "EASYCKPT_SIGNALS": "SIGTERM, SIGUSR1",
+        "EASYCKPT_PEER_TIMEOUT": "1e2",
+        "EASYCKPT_OPTIMIZER_FACTOR": "3",
+        "EASYCKPT_ON_FAILURE": "continue",
+        "EASYCKPT_MEMORY_DIR": "/dev/shm/x",
+    }
+    config = resolve({}, None, environ)
+    assert (config.max_ckpt_num, config.overlap, config.direct_io) == (None, False, True)
+    assert config.signals == ("SIGTERM", "SIGUSR1")
+    assert (config.peer_timeout, config.optimizer_factor, config.on_failure) == (100.0, 3.0, "continue")
+    assert config.memory_dir == "/dev/shm/x"
+    assert resolve({}, None, {"EASYCKPT_SIGNALS": ""}).signals == ()
+    assert resolve({}, None, {"EASYCKPT_DIRECT_IO": "auto"}).direct_io is None
+
+
+def test_errors_name_field_and_source(tmp_path):
+    with pytest.raises(ConfigError, match=r"slots.*EASYCKPT_SLOTS"):
+        resolve({}, None, {"EASYCKPT_SLOTS": "many"})
+    file = tmp_path / "c.yaml"
+    file.write_text("slot: 4")
+    with pytest.raises(ConfigError, match=r"c\.yaml.*'slot'.*mean 'slots'"):
+        resolve({}, file, {})
+    file.write_text("slots: [1, 2]")
+    with pytest.raises(ConfigError, match=r"slots.*c\.yaml"):
+        resolve({}, file, {})
+    for text in ("- a", "a: [", "\x00"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="config"):
+            resolve({}, file, {})
+    with pytest.raises(ConfigError, match="absent"):
+        resolve({}, tmp_path / "absent", {})
+    with pytest.raises(ConfigError, match="audit"):
+        resolve({"audit": Audit()}, None, {})
+    for text in ("{", "[]", '{"slotz": 1}', '{"stop_step": -1}', '{"left_out": "model"}', '{"root": 3}'):
+        with pytest.raises(ConfigError):
+            resolve({}, None, {"EASYCKPT_AUDIT": text})
+
+
+def test_os_environ_is_the_default(monkeypatch):
+    monkeypatch.setenv("EASYCKPT_SLOTS", "7")
+    assert resolve({}).slots == 7
