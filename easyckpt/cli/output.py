@@ -10,6 +10,7 @@ import datetime
 import functools
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +71,7 @@ def command(function: Callable[_P, Answer]) -> Callable[_P, None]:
 def _print(answer: Answer, *, as_json: bool) -> None:
     try:
         if as_json:
-            json.dump(answer.document, sys.stdout, indent=2, ensure_ascii=True, allow_nan=True)
+            json.dump(_plain(answer.document), sys.stdout, indent=2, allow_nan=False)
             sys.stdout.write("\n")
         else:
             console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
@@ -79,6 +80,17 @@ def _print(answer: Answer, *, as_json: bool) -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (`head`, `less`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it: metrics may hold NaN, bytes or numpy scalars, which become text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)
 
 
 def _fail(error: Exception, *, as_json: bool) -> NoReturn:

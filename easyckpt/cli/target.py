@@ -82,12 +82,16 @@ def resolve(given: str) -> Target:
         raise UsageError(f"{path}: no such directory")
     if not os.path.isdir(path):
         raise UsageError(f"{path}: a file, not a checkpoint directory")
-    os.listdir(path)  # no permission is said here, once
     real = os.path.realpath(path)
     name = os.path.basename(real)
     if layout.parse_step_dir(name) is None and not os.path.lexists(os.path.join(real, layout.MANIFEST)):
-        return Target(root=path, storage=LocalStorage(real), step=step)
+        return _opened(Target(root=path, storage=LocalStorage(real), step=step), "")
     if step is not None:
         raise UsageError(f"{given}: {path} is one checkpoint already; give its root before the @")
     root = os.path.dirname(real)
-    return Target(root=root, storage=LocalStorage(root), name=name)
+    return _opened(Target(root=root, storage=LocalStorage(root), name=name), name)
+
+
+def _opened(target: Target, directory: str) -> Target:
+    target.storage.listdir(directory)  # no permission is said here, before anything else is
+    return target

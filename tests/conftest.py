@@ -1,0 +1,70 @@
+"""What every test gets: one OpenMP thread, its own place for the memory tier, a check that nothing was left running."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported by any test: with two workers on few cores, OpenMP pools would fight each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+import gc
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SHARED_MEMORY = Path("/dev/shm")
+JOIN_SECONDS = 10.0
+
+
+def pytest_configure() -> None:
+    for name in [name for name in os.environ if name.startswith("EASYCKPT_")]:
+        del os.environ[name]  # settings of the person who runs the tests are not the tests'
+
+
+@pytest.fixture(autouse=True)
+def memory_dir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory of this test alone for the memory tier, in real shared memory where there is any.
+
+    It is the default memory_dir of this process and its children, so that a test can neither see nor leave arenas
+    of others.
+    """
+    if os.access(SHARED_MEMORY, os.W_OK):
+        path = Path(tempfile.mkdtemp(prefix="easyckpt-test-", dir=SHARED_MEMORY))
+    else:
+        path = tmp_path_factory.mktemp("memory")
+    monkeypatch.setenv("EASYCKPT_MEMORY_DIR", str(path))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running(memory_dir: Path, tmp_path: Path) -> Iterator[None]:
+    """Fails the test when it leaves a thread of ours, or a descriptor in its own directories, behind."""
+    before = set(threading.enumerate())
+    yield
+    threads = [t for t in threading.enumerate() if t not in before and t.name.startswith("easyckpt")]
+    for thread in threads:
+        thread.join(JOIN_SECONDS)
+    alive = [thread.name for thread in threads if thread.is_alive()]
+    assert not alive, f"threads left behind: {alive}"
+    if open_below(memory_dir, tmp_path):
+        gc.collect()  # an exception that pytest holds keeps its frames, and what they hold, alive
+    assert not open_below(memory_dir, tmp_path), "descriptors left open"
+
+
+def open_below(*directories: Path) -> list[str]:
+    """Files below `directories` that this process holds open."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:  # the descriptor of the listing itself
+            continue
+        if any(target.startswith(f"{directory}/") for directory in directories):
+            found.append(target)
+    return found
