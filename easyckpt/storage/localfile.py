@@ -6,6 +6,7 @@ All system calls go through a module handed in (normally ``os``), so that a test
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -61,20 +62,17 @@ def probe_direct(system: ModuleType, directory: int) -> bool:
         return False
     name = layout.temp_file("probe", secrets.token_hex(8))
     block = mmap.mmap(-1, ALIGNMENT)
-    descriptors = []
+    descriptor = None
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        descriptors.append(system.open(name, flags | _O_DIRECT, 0o600, dir_fd=directory))
-        descriptors.append(system.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory))
-        if system.pwrite(descriptors[0], block, 0) != ALIGNMENT:
-            return False
-        return not _is_cached(descriptors[1])
+        descriptor = system.open(name, flags | _O_DIRECT, 0o600, dir_fd=directory)
+        return system.pwrite(descriptor, block, 0) == ALIGNMENT and not _is_cached(descriptor)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
             raise
         return False
     finally:
-        for descriptor in descriptors:
+        if descriptor is not None:
             system.close(descriptor)
         with contextlib.suppress(OSError):
             system.unlink(name, dir_fd=directory)
@@ -82,13 +80,15 @@ def probe_direct(system: ModuleType, directory: int) -> bool:
 
 
 def _is_cached(descriptor: int) -> bool:
-    """Whether the first block can be read without waiting for a device."""
-    try:
-        return os.preadv(descriptor, [bytearray(ALIGNMENT)], 0, os.RWF_NOWAIT) > 0
-    except BlockingIOError:
-        return False
-    except (OSError, AttributeError):
-        return False  # cannot be asked here (NFS): the write was taken, so believe it
+    """Whether the file's first block lies in the page cache; False where that cannot be asked."""
+    library = ctypes.CDLL(None)
+    resident = ctypes.c_ubyte(0)
+    with mmap.mmap(descriptor, ALIGNMENT) as mapped:
+        first = ctypes.c_char.from_buffer(mapped)
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        failed = library.mincore(address, ctypes.c_size_t(ALIGNMENT), ctypes.byref(resident))
+        del first, address  # the mapping cannot be closed while something points into it
+    return not failed and bool(resident.value & 1)
 
 
 class LocalFileWriter:
