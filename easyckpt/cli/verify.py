@@ -13,7 +13,8 @@ from easyckpt.catalog import Entry, Problem
 from easyckpt.cli import output
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import TARGET_HELP, Target, resolve
-from easyckpt.errors import DamagedCheckpoint, UsageError
+from easyckpt.errors import DamagedCheckpoint, FormatError, NewerFormat, UsageError
+from easyckpt.format import layout
 
 
 def register(app: typer.Typer) -> None:
@@ -25,6 +26,8 @@ def register(app: typer.Typer) -> None:
 class _Verdict:
     entry: Entry
     problems: list[Problem]
+    unknown: bool = False
+    """A newer version wrote it: neither good nor damaged."""
 
     def document(self) -> dict[str, Any]:
         manifest = self.entry.manifest
@@ -50,12 +53,14 @@ def verify(
     entries = [target.pick()] if target.is_one else _all_entries(target, stale=all_)
     total = sum(file.size for entry in entries if entry.manifest for file in entry.manifest.files.values())
     with output.progress("verify", total) as count:
-        verdicts = [_Verdict(entry, _problems(target, entry, count)) for entry in entries]
+        verdicts = [_judge(target, entry, count) for entry in entries]
     documents = [verdict.document() for verdict in verdicts]
     good = root_problem is None and all(document["good"] for document in documents)
     document = {"root": target.root, "good": good, "problem": root_problem, "checkpoints": documents}
     views = [] if root_problem is None else [root_problem]
-    return Answer(document, [*views, *_views(documents)], output.GOOD if good else output.DAMAGED)
+    damaged = root_problem is not None or any(verdict.problems and not verdict.unknown for verdict in verdicts)
+    code = output.GOOD if good else output.DAMAGED if damaged else output.BAD_INPUT
+    return Answer(document, [*views, *_views(documents)], code)
 
 
 def _root_problem(target: Target) -> str | None:
@@ -75,11 +80,24 @@ def _all_entries(target: Target, *, stale: bool) -> list[Entry]:
     return entries
 
 
-def _problems(target: Target, entry: Entry, count: Callable[[int], None]) -> list[Problem]:
+def _judge(target: Target, entry: Entry, count: Callable[[int], None]) -> _Verdict:
+    if entry.manifest is None:
+        try:
+            catalog.read_manifest(target.storage, entry.name)
+        except NewerFormat as error:
+            if target.is_one:
+                raise
+            return _Verdict(entry, [_whole(str(error))], unknown=True)
+        except (FormatError, OSError) as error:
+            return _Verdict(entry, [_whole(str(error))])
     problems = catalog.verify(target.storage, entry, on_bytes=count)
     if entry.problem is not None and not problems:
-        return [Problem(file=entry.name, tensor=None, chunk=None, message=entry.problem)]
-    return problems
+        problems = [_whole(entry.problem)]
+    return _Verdict(entry, problems)
+
+
+def _whole(message: str) -> Problem:
+    return Problem(file=layout.MANIFEST, tensor=None, chunk=None, message=message)
 
 
 def _views(documents: list[dict[str, Any]]) -> list[Any]:
@@ -88,7 +106,7 @@ def _views(documents: list[dict[str, Any]]) -> list[Any]:
             document["step"],
             document["name"],
             output.size(document["bytes"]),
-            "good" if document["good"] else f"DAMAGED ({len(document['problems'])} problems)",
+            "good" if document["good"] else f"NOT GOOD ({len(document['problems'])} problems)",
         )
         for document in documents
     ]

@@ -1,0 +1,111 @@
+"""What users, scripts and other libraries may rely on is there, under these names and with these signatures."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import easyckpt
+from easyckpt import errors
+
+NAMES = {
+    "CheckpointConfig",
+    "Checkpointer",
+    "Restored",
+    "SkipBatchSampler",
+    "register_codec",
+    "restore",
+    "settle_ddp",
+}
+ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+
+#: callable -> its parameters: name, or name=default; a bare * begins the keyword-only ones. More may follow.
+SIGNATURES = {
+    "Checkpointer.load": ["*", "step=None", "strict=True", "components=None"],
+    "Checkpointer.save_if_needed": ["step"],
+    "Checkpointer.save": ["step", "*", "wait=False"],
+    "Checkpointer.batches": ["loader", "epoch", "name='train'"],
+    "Checkpointer.log": ["**metrics"],
+    "Checkpointer.wait": ["timeout=None"],
+    "Checkpointer.close": [],
+    "Checkpointer.stats": [],
+    "SkipBatchSampler": [
+        "length", "batch_size", "*", "shuffle=True", "seed=0", "drop_last=False", "rank=None", "world_size=None",
+    ],
+    "SkipBatchSampler.set_epoch": ["epoch"],
+    "restore": ["root", "state", "*", "step=None"],
+    "settle_ddp": ["model", "run_once"],
+}  # fmt: skip
+
+CONSTRUCTOR_DEFAULTS = {
+    "save_mem_interval": 1,
+    "save_storage_interval": 100,
+    "max_ckpt_num": 5,
+    "overlap": True,
+    "slots": 4,
+    "log_file_path": None,
+    "signals": ("SIGTERM",),
+}
+
+
+def spelled(function) -> list[str]:
+    """The parameters of `function` in the spelling of SIGNATURES."""
+    result, keyword_only = [], False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            result.append("*")
+            keyword_only = True
+        text = parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
+        result.append({parameter.VAR_KEYWORD: "**", parameter.VAR_POSITIONAL: "*"}.get(parameter.kind, "") + text)
+    return result
+
+
+def test_all_is_sorted_and_complete():
+    assert list(easyckpt.__all__) == sorted(easyckpt.__all__)
+    assert set(easyckpt.__all__) >= NAMES
+    assert all(hasattr(easyckpt, name) for name in easyckpt.__all__)
+
+
+def test_every_error_is_reachable_and_in_one_tree():
+    assert all(issubclass(getattr(errors, name), errors.EasyckptError) for name in ERRORS)
+    assert all(getattr(easyckpt, name) is getattr(errors, name) for name in ERRORS & set(easyckpt.__all__))
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_as_documented(name):
+    target = easyckpt
+    for part in name.split("."):
+        target = getattr(target, part)
+    promised = SIGNATURES[name]
+    assert spelled(target)[: len(promised)] == promised
+
+
+def test_the_constructor_takes_every_setting_by_name():
+    parameters = inspect.signature(easyckpt.Checkpointer).parameters
+    assert list(parameters)[:2] == ["root", "state"]
+    assert {"config", "process_group"} <= set(parameters) or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        fields = {field.name for field in dataclasses.fields(easyckpt.CheckpointConfig) if field.init}
+        assert fields - {"audit"} <= set(parameters)
+
+
+def test_settings_have_the_documented_defaults_and_are_frozen():
+    config = easyckpt.CheckpointConfig()
+    assert {name: getattr(config, name) for name in CONSTRUCTOR_DEFAULTS} == CONSTRUCTOR_DEFAULTS
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.slots = 5
+    with pytest.raises(TypeError):
+        easyckpt.CheckpointConfig(1)
+
+
+def test_restored_has_the_documented_fields():
+    names = [field.name for field in dataclasses.fields(easyckpt.Restored)]
+    assert names[:6] == ["step", "tier", "path", "world_size", "timeline", "metrics"]
+
+
+def test_preempted_is_a_property():
+    assert isinstance(inspect.getattr_static(easyckpt.Checkpointer, "preempted"), property)
