@@ -1,0 +1,72 @@
+"""JSON text as easyckpt writes it, and its strict reader.
+
+One value has one text: compact separators, ASCII only (lone surrogates survive as escapes), no NaN or Infinity
+literals, key order as given.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TypeAlias, Union
+
+from easyckpt.errors import DamagedCheckpoint
+
+Json: TypeAlias = Union[dict[str, "Json"], list["Json"], str, int, float, bool, None]
+
+#: Deepest nesting that :func:`loads` accepts.
+MAX_DEPTH = 200
+
+_encoder = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"), check_circular=False)
+
+
+def dumps(value: Json) -> bytes:
+    """Return the canonical text of `value`, which holds only JSON types and finite floats (else ValueError)."""
+    return _encoder.encode(value).encode("ascii")
+
+
+def loads(data: bytes | bytearray | memoryview) -> Json:
+    """Parse one JSON document. Raises DamagedCheckpoint for anything but plain, finite, shallow JSON."""
+    try:
+        text = bytes(data).decode("ascii")
+        value: Json = _decoder.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"not a JSON document: {str(error)[:200]}") from None
+    if _deeper_than(value, MAX_DEPTH):
+        raise DamagedCheckpoint(f"JSON nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def _deeper_than(value: Json, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for container in level
+            if isinstance(container, (list, dict))
+            for child in (container if isinstance(container, list) else container.values())
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("an object names a key twice")
+    return table
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("a number is out of range")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)

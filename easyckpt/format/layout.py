@@ -1,0 +1,266 @@
+"""Every name that easyckpt gives to a file or a directory, and the parser of each.
+
+Only this module knows names. A parser accepts the canonical spelling alone (what the matching function returns) and
+answers None to everything else, so that a file that merely looks like ours is left in peace.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+import xxhash
+
+MANIFEST = "manifest.json"
+ROOT_FILE = "easyckpt.json"
+LATEST = "latest"
+LEASE = "lease.json"
+PINS = "pins"
+EVENTS = "events"
+METRICS = "metrics.jsonl"
+
+#: Steps have up to 18 digits, so that every one fits in 63 bits.
+MAX_STEP = 10**18 - 1
+MAX_RANK = 10**9 - 1
+
+_STEP = r"step-(?P<step>[0-9]{8}|[1-9][0-9]{8,17})"
+_TOKEN = r"[0-9A-Za-z_-]{1,64}"
+_RANK = r"(?P<rank>[0-9]{5}|[1-9][0-9]{5,8})"
+
+_step_dir = re.compile(_STEP)
+_stale_dir = re.compile(rf"{_STEP}\.stale-(?P<token>{_TOKEN})")
+_tmp_dir = re.compile(rf"\.{_STEP}\.(?P<token>{_TOKEN})\.tmp")
+_trash = re.compile(r"\.trash-(?P<nonce>[0-9A-Za-z_]{1,64})-(?P<name>.+)")
+_temp_file = re.compile(rf"\.(?P<name>.+)\.(?P<token>{_TOKEN})\.tmp")
+_shard_file = re.compile(rf"rank-{_RANK}\.safetensors")
+_index_file = re.compile(rf"rank-{_RANK}\.json")
+_events_file = re.compile(rf"rank-{_RANK}\.jsonl")
+_pin = re.compile(r"step-(?P<step>0|[1-9][0-9]{0,17})")
+_token = re.compile(_TOKEN)
+_nonce = re.compile(r"[0-9A-Za-z_]{1,64}")
+_arena_id = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
+_arena_file = re.compile(
+    rf"easyckpt-[0-9A-Za-z_.-]{{1,64}}-[0-9a-f]{{12}}-[0-9a-f]{{8}}-{_RANK}\.(?:0|[1-9][0-9]{{0,5}}|owner)"
+)
+
+
+def _checked(value: str, pattern: re.Pattern[str], what: str) -> str:
+    if pattern.fullmatch(value) is None:
+        raise ValueError(f"{value!r} cannot be {what} in a file name")
+    return value
+
+
+def _checked_number(value: int, limit: int, what: str) -> int:
+    if not 0 <= value <= limit:
+        raise ValueError(f"{what} {value} is not in 0..{limit}")
+    return value
+
+
+def _number(pattern: re.Pattern[str], name: str, group: str) -> int | None:
+    match = pattern.fullmatch(name)
+    return None if match is None else int(match[group])
+
+
+def safe_name(name: object) -> bool:
+    """Is `name`, which came out of a file, one plain path component that every file system can hold?"""
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    if any(character in "/\\" or ord(character) < 32 or ord(character) == 127 for character in name):
+        return False
+    try:
+        return len(name.encode("utf-8")) <= 255
+    except UnicodeEncodeError:
+        return False
+
+
+# Directories of steps.
+
+
+def step_dir(step: int) -> str:
+    """``step-00000030``: a committed checkpoint."""
+    return f"step-{_checked_number(step, MAX_STEP, 'step'):08d}"
+
+
+def parse_step_dir(name: str) -> int | None:
+    """The step of a :func:`step_dir` name."""
+    return _number(_step_dir, name, "step")
+
+
+def stale_dir(step: int, timeline: str) -> str:
+    """``step-00000030.stale-<timeline>``: committed, then set aside when `timeline` was opened before it."""
+    return f"{step_dir(step)}.stale-{_checked(timeline, _token, 'a timeline')}"
+
+
+def parse_stale_dir(name: str) -> tuple[int, str] | None:
+    """(step, timeline) of a :func:`stale_dir` name."""
+    match = _stale_dir.fullmatch(name)
+    return None if match is None else (int(match["step"]), match["token"])
+
+
+def tmp_dir(step: int, attempt: str) -> str:
+    """``.step-00000030.<attempt>.tmp``: one attempt at a commit, not yet made."""
+    return f".{step_dir(step)}.{_checked(attempt, _token, 'an attempt')}.tmp"
+
+
+def parse_tmp_dir(name: str) -> tuple[int, str] | None:
+    """(step, attempt) of a :func:`tmp_dir` name."""
+    match = _tmp_dir.fullmatch(name)
+    return None if match is None else (int(match["step"]), match["token"])
+
+
+def trash_dir(name: str, nonce: str) -> str:
+    """``.trash-<nonce>-<name>``: about to be deleted; never a candidate for anything."""
+    if not safe_name(name):
+        raise ValueError(f"{name!r} is not a name of a file")
+    return f".trash-{_checked(nonce, _nonce, 'a nonce')}-{name}"
+
+
+def is_trash(name: str) -> bool:
+    """Is this a :func:`trash_dir` name?"""
+    match = _trash.fullmatch(name)
+    return match is not None and safe_name(match["name"])
+
+
+# Files in a checkpoint and beside it.
+
+
+def shard_file(rank: int) -> str:
+    """``rank-00000.safetensors``: the tensors that one rank wrote."""
+    return f"rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.safetensors"
+
+
+def parse_shard_file(name: str) -> int | None:
+    """The rank of a :func:`shard_file` name."""
+    return _number(_shard_file, name, "rank")
+
+
+def index_file(rank: int) -> str:
+    """``rank-00000.json``: what lies where in the shard, and the rank's other state."""
+    return f"rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.json"
+
+
+def parse_index_file(name: str) -> int | None:
+    """The rank of an :func:`index_file` name."""
+    return _number(_index_file, name, "rank")
+
+
+def pin_file(step: int) -> str:
+    """``pins/step-30``: its presence keeps that step from retention."""
+    return f"{PINS}/step-{_checked_number(step, MAX_STEP, 'step')}"
+
+
+def parse_pin_file(name: str) -> int | None:
+    """The step of a file in the pins directory (the name without the directory)."""
+    return _number(_pin, name, "step")
+
+
+def events_file(rank: int) -> str:
+    """``events/rank-00000.jsonl``: what that rank did."""
+    return f"{EVENTS}/rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.jsonl"
+
+
+def parse_events_file(name: str) -> int | None:
+    """The rank of a file in the events directory (the name without the directory)."""
+    return _number(_events_file, name, "rank")
+
+
+def temp_file(name: str, nonce: str) -> str:
+    """``.<name>.<nonce>.tmp``: the new content of the small file `name` before it takes its place."""
+    temporary = f".{name}.{_checked(nonce, _token, 'a nonce')}.tmp"
+    if not safe_name(name) or parse_tmp_dir(temporary) is not None:
+        raise ValueError(f"{name!r} is not a name of a small file")
+    return temporary
+
+
+def is_temp_file(name: str) -> bool:
+    """Is this a :func:`temp_file` name (and not a :func:`tmp_dir` name)?"""
+    match = _temp_file.fullmatch(name)
+    return match is not None and safe_name(match["name"]) and parse_tmp_dir(name) is None
+
+
+# Shared memory.
+
+
+def arena_id(run: str, root_realpath: str) -> str:
+    """What all arenas of one run in one root have in common; a copied root gets another one."""
+    place = xxhash.xxh3_64_hexdigest(root_realpath.encode("utf-8", "surrogateescape"))[:8]
+    return _checked(f"{run[:12]}-{place}", _arena_id, "an arena id")
+
+
+def _arena_prefix(user: str) -> str:
+    # Only a label: who owns a file is asked of the file system.
+    return "easyckpt-" + (re.sub(r"[^0-9A-Za-z_.-]", "_", user)[:64] or "_")
+
+
+def slot_file(user: str, arena_id: str, rank: int, slot: int) -> str:
+    """``easyckpt-<user>-<arena id>-<rank>.<slot>``: one snapshot in shared memory."""
+    _checked_number(slot, 999_999, "slot")
+    return f"{_arena_stem(user, arena_id, rank)}.{slot}"
+
+
+def owner_file(user: str, arena_id: str, rank: int) -> str:
+    """``easyckpt-<user>-<arena id>-<rank>.owner``: carries the record lock of the process that owns the arena."""
+    return f"{_arena_stem(user, arena_id, rank)}.owner"
+
+
+def _arena_stem(user: str, arena: str, rank: int) -> str:
+    _checked(arena, _arena_id, "an arena id")
+    return f"{_arena_prefix(user)}-{arena}-{_checked_number(rank, MAX_RANK, 'rank'):05d}"
+
+
+def node_lock_file(user: str) -> str:
+    """``easyckpt-<user>.lock``: held while ranks of one node divide its memory."""
+    return _arena_prefix(user) + ".lock"
+
+
+def is_arena_file(name: str) -> bool:
+    """Is this a :func:`slot_file` or an :func:`owner_file` name?"""
+    return _arena_file.fullmatch(name) is not None
+
+
+class NamingScheme(Protocol):
+    """How directories of checkpoints are called in a root: the door for other frameworks' names."""
+
+    def committed(self, step: int) -> str:
+        """Name of a committed checkpoint."""
+        ...
+
+    def parse_committed(self, name: str) -> int | None:
+        """Step of a committed name."""
+        ...
+
+    def temporary(self, step: int, attempt: str) -> str:
+        """Name of one attempt's directory."""
+        ...
+
+    def parse_temporary(self, name: str) -> tuple[int, str] | None:
+        """(step, attempt) of a temporary name."""
+        ...
+
+    def trash(self, name: str, nonce: str) -> str:
+        """Name under which `name` waits for its deletion."""
+        ...
+
+
+class NativeNaming:
+    """The names of this module."""
+
+    def committed(self, step: int) -> str:
+        """As :func:`step_dir`."""
+        return step_dir(step)
+
+    def parse_committed(self, name: str) -> int | None:
+        """As :func:`parse_step_dir`."""
+        return parse_step_dir(name)
+
+    def temporary(self, step: int, attempt: str) -> str:
+        """As :func:`tmp_dir`."""
+        return tmp_dir(step, attempt)
+
+    def parse_temporary(self, name: str) -> tuple[int, str] | None:
+        """As :func:`parse_tmp_dir`."""
+        return parse_tmp_dir(name)
+
+    def trash(self, name: str, nonce: str) -> str:
+        """As :func:`trash_dir`."""
+        return trash_dir(name, nonce)

@@ -1,0 +1,379 @@
+"""The records of a root: what a checkpoint, a rank's part of it, the root itself and its lease say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from easyckpt.errors import DamagedCheckpoint
+from easyckpt.format import records
+from easyckpt.format.canonical import Json, dumps
+from easyckpt.format.checksum import chunk_count
+from easyckpt.format.codec import decode, encode_plain
+from easyckpt.format.fields import HEX_32, TOKEN, Fields
+from easyckpt.format.image import ALIGNMENT, Layout, written_bytes
+from easyckpt.format.layout import MAX_RANK, MAX_STEP, safe_name
+
+FORMAT = records.FORMAT
+
+_MANIFEST = "easyckpt.manifest"
+_INDEX = "easyckpt.index"
+_ROOT = "easyckpt.root"
+_LEASE = "easyckpt.lease"
+
+_CHUNK = re.compile(r"[0-9a-f]{16}")
+
+
+def _file_name(fields: Fields, name: str) -> str:
+    value = fields.text(name)
+    if not safe_name(value):
+        fields.damaged(name, "a plain file name")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of a checkpoint, as it was when it was committed."""
+
+    size: int
+    """Bytes."""
+    digest: str
+    """As :func:`easyckpt.format.checksum.file_digest` gives it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """``manifest.json``: the commit record. A directory is a checkpoint because this file is in it."""
+
+    format: int = FORMAT
+    features: tuple[str, ...] = ()
+    """What a reader must know to read this checkpoint at all."""
+    run: str
+    timeline: str
+    step: int
+    world_size: int
+    attempt: str
+    created: float
+    """Seconds since 1970."""
+    parent: str | None = None
+    """``run/timeline/step`` that it was copied from."""
+    files: dict[str, FileRecord]
+    """Every other file of the directory, by name."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """What the user logged for this step; values that the codec keeps, no tensors."""
+
+    def to_bytes(self) -> bytes:
+        """Return the text of the file."""
+        return records.write(
+            _MANIFEST,
+            {
+                "format": self.format,
+                "features": list(self.features),
+                "run": self.run,
+                "timeline": self.timeline,
+                "step": self.step,
+                "world_size": self.world_size,
+                "attempt": self.attempt,
+                "created": self.created,
+                "parent": self.parent,
+                "files": {name: {"size": file.size, "digest": file.digest} for name, file in self.files.items()},
+                "metrics": encode_plain(self.metrics, ("metrics",)),
+            },
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Read and check the file. Raises ForeignFormat, NewerFormat or DamagedCheckpoint."""
+        fields = records.read(data, _MANIFEST)
+        metrics = decode(fields.raw("metrics"), _no_leaf)
+        if type(metrics) is not dict:
+            fields.damaged("metrics", "a dict")
+        return cls(
+            format=fields.number("format"),
+            features=fields.texts("features"),
+            run=fields.text("run", HEX_32),
+            timeline=fields.text("timeline", TOKEN),
+            step=fields.number("step", high=MAX_STEP),
+            world_size=fields.number("world_size", low=1, high=MAX_RANK),
+            attempt=fields.text("attempt", TOKEN),
+            created=fields.real("created"),
+            parent=fields.optional_text("parent"),
+            files=_files(fields),
+            metrics=metrics,
+        )
+
+
+def _files(fields: Fields) -> dict[str, FileRecord]:
+    files = {}
+    for name, value in fields.table("files").items():
+        if not safe_name(name):
+            fields.damaged("files", "a table of plain file names")
+        record = Fields(value, f"{_MANIFEST}: file {name!r}")
+        files[name] = FileRecord(record.number("size"), record.text("digest", records.DIGEST))
+    return files
+
+
+def _no_leaf(number: int) -> Any:
+    raise DamagedCheckpoint(f"a record refers to tensor {number}, and it has none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRecord:
+    """The shard file that belongs to an index."""
+
+    name: str
+    size: int
+    header_bytes: int
+    """Where the image begins."""
+    write_replicated: bool
+    """The file holds the replicated group too."""
+    chunks: tuple[str, ...]
+    """Chunk digests, counted from byte 0 of the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """``rank-00000.json``: what lies where in the rank's shard, and its state that is not tensors."""
+
+    format: int = FORMAT
+    features: tuple[str, ...] = ()
+    run: str
+    timeline: str
+    step: int
+    rank: int
+    world_size: int
+    layout: Layout
+    objects: Json
+    """What changes each step, encoded."""
+    shard: ShardRecord
+
+    def to_bytes(self, objects: bytes | None = None) -> bytes:
+        """Return the text of the file.
+
+        `objects`, if given, is the canonical text that stands for :attr:`objects`, so that bytes from a slot need not
+        be parsed to be written.
+        """
+        head: Json = {
+            "kind": _INDEX,
+            "format": self.format,
+            "features": list(self.features),
+            "run": self.run,
+            "timeline": self.timeline,
+            "step": self.step,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "shard": {
+                "name": self.shard.name,
+                "size": self.shard.size,
+                "header_bytes": self.shard.header_bytes,
+                "write_replicated": self.shard.write_replicated,
+                "chunks": list(self.shard.chunks),
+            },
+        }
+        text = dumps(self.objects) if objects is None else objects
+        return records.seal(b'%b,"objects":%b,"layout":%b}' % (dumps(head)[:-1], text, self.layout.encoded))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Index:
+        """Read and check the file. Raises ForeignFormat, NewerFormat or DamagedCheckpoint."""
+        fields = records.read(data, _INDEX)
+        layout = Layout.from_json(fields.raw("layout"))
+        if fields.number("rank") != layout.rank or fields.number("world_size") != layout.world_size:
+            fields.damaged("layout", "the one of this rank")
+        return cls(
+            format=fields.number("format"),
+            features=fields.texts("features"),
+            run=fields.text("run", HEX_32),
+            timeline=fields.text("timeline", TOKEN),
+            step=fields.number("step", high=MAX_STEP),
+            rank=layout.rank,
+            world_size=layout.world_size,
+            layout=layout,
+            objects=fields.raw("objects"),
+            shard=_shard(Fields(fields.raw("shard"), f"{_INDEX}: shard"), layout),
+        )
+
+
+def _shard(fields: Fields, layout: Layout) -> ShardRecord:
+    shard = ShardRecord(
+        name=_file_name(fields, "name"),
+        size=fields.number("size"),
+        header_bytes=fields.number("header_bytes", low=ALIGNMENT),
+        write_replicated=fields.flag("write_replicated"),
+        chunks=fields.texts("chunks", _CHUNK),
+    )
+    if shard.header_bytes % ALIGNMENT:
+        fields.damaged("header_bytes", f"a multiple of {ALIGNMENT}")
+    if shard.size != shard.header_bytes + written_bytes(layout, shard.write_replicated):
+        fields.damaged("size", "what header and layout say")
+    if len(shard.chunks) != chunk_count(shard.size):
+        fields.damaged("chunks", "one digest for each chunk of the file")
+    return shard
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One unbroken line of training."""
+
+    id: str
+    parent: str | None
+    """The timeline that it goes on from; None for one that began from nothing."""
+    fork_step: int
+    """The step of the parent that it goes on from; 0 without a parent."""
+    explicit: bool
+    """The user named the step: what was set aside stays until it is pruned by hand."""
+    opened: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootRecord:
+    """``easyckpt.json``: whose root this is and which timelines it has seen, oldest first."""
+
+    format: int = FORMAT
+    features: tuple[str, ...] = ()
+    run: str
+    created: float
+    timelines: tuple[Timeline, ...]
+    parent: str | None = None
+    """``run/timeline/step`` that the root was copied from."""
+
+    def to_bytes(self) -> bytes:
+        """Return the text of the file."""
+        timelines: list[Json] = [
+            {
+                "id": line.id,
+                "parent": line.parent,
+                "fork_step": line.fork_step,
+                "explicit": line.explicit,
+                "opened": line.opened,
+            }
+            for line in self.timelines
+        ]
+        return records.write(
+            _ROOT,
+            {
+                "format": self.format,
+                "features": list(self.features),
+                "run": self.run,
+                "created": self.created,
+                "timelines": timelines,
+                "parent": self.parent,
+            },
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RootRecord:
+        """Read and check the file. Raises ForeignFormat, NewerFormat or DamagedCheckpoint."""
+        fields = records.read(data, _ROOT)
+        return cls(
+            format=fields.number("format"),
+            features=fields.texts("features"),
+            run=fields.text("run", HEX_32),
+            created=fields.real("created"),
+            timelines=_timelines(fields),
+            parent=fields.optional_text("parent"),
+        )
+
+    def ancestry(self) -> list[tuple[str, int | None]]:
+        """Return (timeline, newest step of it that still counts; None: all), from the newest timeline back."""
+        known = {line.id: line for line in self.timelines}
+        line = self.timelines[-1] if self.timelines else None
+        limit: int | None = None
+        result: list[tuple[str, int | None]] = []
+        while line is not None:
+            result.append((line.id, limit))
+            if line.parent is None:
+                break
+            limit = line.fork_step if limit is None else min(limit, line.fork_step)
+            line = known[line.parent]
+        return result
+
+    def on_ancestry(self, timeline: str, step: int) -> bool:
+        """Does `step` of `timeline` lie in the past of the newest timeline?"""
+        return any(name == timeline and (limit is None or step <= limit) for name, limit in self.ancestry())
+
+
+def _timelines(fields: Fields) -> tuple[Timeline, ...]:
+    timelines: dict[str, Timeline] = {}
+    for number, value in enumerate(fields.items("timelines")):
+        item = Fields(value, f"{_ROOT}: timeline {number}")
+        line = Timeline(
+            id=item.text("id", TOKEN),
+            parent=item.optional_text("parent", TOKEN),
+            fork_step=item.number("fork_step", high=MAX_STEP),
+            explicit=item.flag("explicit"),
+            opened=item.real("opened"),
+        )
+        # Parents come first, so that no chain of parents is a circle.
+        if line.id in timelines or (line.parent is not None and line.parent not in timelines):
+            fields.damaged("timelines", "a list of timelines, each after its parent")
+        timelines[line.id] = line
+    return tuple(timelines.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """``lease.json``: which process may write the root."""
+
+    format: int = FORMAT
+    features: tuple[str, ...] = ()
+    host: str
+    boot: str
+    """Identity of the host's boot: a pid means nothing in another one."""
+    pid: int
+    run: str
+    incarnation: str
+    token: str
+    lock: str
+    """Path of the owner's record lock file, on its host."""
+    elastic_run: str | None = None
+    """TORCHELASTIC_RUN_ID, None where it is the default."""
+    restart_count: int = 0
+    """TORCHELASTIC_RESTART_COUNT."""
+    renewed: int = 0
+    """Counts renewals: a watcher on another host needs no common clock."""
+    time: float
+    """Seconds since 1970 by the owner's clock, for people."""
+
+    def to_bytes(self) -> bytes:
+        """Return the text of the file."""
+        return records.write(
+            _LEASE,
+            {
+                "format": self.format,
+                "features": list(self.features),
+                "host": self.host,
+                "boot": self.boot,
+                "pid": self.pid,
+                "run": self.run,
+                "incarnation": self.incarnation,
+                "token": self.token,
+                "lock": self.lock,
+                "elastic_run": self.elastic_run,
+                "restart_count": self.restart_count,
+                "renewed": self.renewed,
+                "time": self.time,
+            },
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> LeaseRecord:
+        """Read and check the file. Raises ForeignFormat, NewerFormat or DamagedCheckpoint."""
+        fields = records.read(data, _LEASE)
+        return cls(
+            format=fields.number("format"),
+            features=fields.texts("features"),
+            host=fields.text("host"),
+            boot=fields.text("boot"),
+            pid=fields.number("pid"),
+            run=fields.text("run", HEX_32),
+            incarnation=fields.text("incarnation", TOKEN),
+            token=fields.text("token", TOKEN),
+            lock=fields.text("lock"),
+            elastic_run=fields.optional_text("elastic_run"),
+            restart_count=fields.number("restart_count"),
+            renewed=fields.number("renewed"),
+            time=fields.real("time"),
+        )
