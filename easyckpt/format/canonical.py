@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
 from easyckpt.errors import DamagedCheckpoint
 
-Json: TypeAlias = Union[dict[str, "Json"], list["Json"], str, int, float, bool, None]
+Json: TypeAlias = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
 
 #: Deepest nesting that :func:`loads` accepts.
 MAX_DEPTH = 200

@@ -8,7 +8,7 @@ buffer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import ctypes
     import mmap
 
-    Buffer: TypeAlias = Union[bytes, bytearray, memoryview, mmap.mmap, ctypes.Array[ctypes.c_ubyte]]
+    Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap | ctypes.Array[ctypes.c_ubyte]
 
 #: Bytes that one chunk digest covers; the last chunk of a file is shorter.
 CHUNK_BYTES = 8 * 1024 * 1024

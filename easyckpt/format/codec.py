@@ -78,8 +78,10 @@ class _Encoder:
         kind = type(value)
         if kind is str:
             return encode_str(value)
-        if kind is bool or value is None:
-            return value
+        if value is None:
+            return None
+        if kind is bool:
+            return bool(value)
         if kind is int:
             return encode_int(value)
         if kind is float:
@@ -142,7 +144,7 @@ class _Encoder:
         attributes = vars(value)
         if attributes.keys() - {"_metadata"}:
             raise _unsupported(value, path, "an OrderedDict with attributes of its own")
-        result: Json = {"$": "ordereddict", "items": self.pairs(value, path, depth)}
+        result: dict[str, Json] = {"$": "ordereddict", "items": self.pairs(value, path, depth)}
         if attributes:  # torch keeps the versions of modules here
             result["metadata"] = self.value(attributes["_metadata"], (*path, "_metadata"), depth)
         return result

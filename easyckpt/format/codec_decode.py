@@ -31,6 +31,14 @@ class MissingContext(FormatError, StateMismatch):
     """Sound bytes that cannot be read here: they need a live enum, a live factory or a registered codec."""
 
 
+class _LeafFailedError(Exception):
+    """Carries what `leaf` raised past the handlers of malformed input, which it is not."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 def decode(json: Json, leaf: Callable[[int], Any], like: Any = None) -> Any:
     """Return the value that `encode` was given. `leaf` returns the tensor of a leaf number (LookupError: none such).
 
@@ -38,7 +46,10 @@ def decode(json: Json, leaf: Callable[[int], Any], like: Any = None) -> Any:
     taken from it. A namedtuple without a live one gets a generated class.
     Raises DamagedCheckpoint for malformed input of any kind, and MissingContext where `like` or a codec is needed.
     """
-    return _Decoder(leaf).value(json, like, 0)
+    try:
+        return _Decoder(leaf).value(json, like, 0)
+    except _LeafFailedError as failure:
+        raise failure.error from None
 
 
 def _malformed(tag: str, error: Exception | None = None) -> DamagedCheckpoint:
@@ -94,9 +105,7 @@ class _Decoder:
         for pair in pairs:
             name, item = expect(pair, list)
             key = self.value(name, _enum_key(name, like), depth)
-            dict.__setitem__(target, key, self.value(item, _child(like, key), depth)) if type(
-                target
-            ) is dict else target.__setitem__(key, self.value(item, _child(like, key), depth))
+            target[key] = self.value(item, _child(like, key), depth)
         if len(target) != len(pairs):
             raise ValueError("a key comes twice")
         return target
@@ -105,7 +114,12 @@ class _Decoder:
         number = expect(json["v"], int)
         if number < 0:
             raise ValueError("a negative leaf number")
-        return self._leaf(number)
+        try:
+            return self._leaf(number)
+        except LookupError:
+            raise ValueError(f"there is no tensor {number}") from None
+        except Exception as error:
+            raise _LeafFailedError(error) from error
 
     def codec(self, json: dict[str, Json], like: Any, depth: int) -> Any:
         name = expect(json["name"], str)
@@ -118,7 +132,7 @@ class _Decoder:
         payload = self.value(json["v"], None, depth)
         try:
             return codec.decode(payload)
-        except Exception as error:  # noqa: BLE001  the user's code met a payload that may be rotten
+        except Exception as error:
             raise _malformed(name, error) from error
 
     def namedtuple(self, json: dict[str, Json], like: Any, depth: int) -> Any:
@@ -169,7 +183,8 @@ class _Decoder:
         return result
 
     def deque(self, json: dict[str, Json], like: Any, depth: int) -> Any:
-        values, maxlen = self.items(json, list(like) if isinstance(like, collections.deque) else None, depth), json["maxlen"]
+        values = self.items(json, list(like) if isinstance(like, collections.deque) else None, depth)
+        maxlen: Any = json["maxlen"]
         if maxlen is not None and not len(values) <= expect(maxlen, int):
             raise ValueError("longer than its maxlen")
         return collections.deque(values, maxlen)
@@ -235,7 +250,7 @@ def _generated(name: str, fields: tuple[str, ...]) -> Any:
     for word in (name, *fields):
         if not word.isidentifier() or unicodedata.normalize("NFKC", word) != word or len(word) > 1000:
             raise ValueError("not the name of a namedtuple or of its field")
-    kind = collections.namedtuple(name, fields, rename=True)  # noqa: PYI024  made from what the file says
+    kind: Any = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc]  # names from the file
     if kind._fields != fields:
         raise ValueError("not the fields of a namedtuple")
     return kind

@@ -207,8 +207,7 @@ def _read_timedelta(payload: Json) -> datetime.timedelta:
 
 
 _PATHS: dict[str, type[pathlib.PurePath]] = {
-    kind.__name__: kind
-    for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
+    kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 }
 # A concrete path of the other system becomes a pure one: the concrete class cannot be made here.
 _FOREIGN_PATHS = {"PosixPath": pathlib.PurePosixPath, "WindowsPath": pathlib.PureWindowsPath}

@@ -55,23 +55,25 @@ def _read_array(payload: Json) -> np.ndarray[Any, Any]:
     text, shape, order, data = payload
     if order not in ("C", "F") or not isinstance(shape, list) or len(shape) > 32:
         raise ValueError("not an array")
-    if any(type(size) is not int or size < 0 for size in shape):
+    sizes = [size for size in shape if type(size) is int and size >= 0]
+    if len(sizes) != len(shape):
         raise ValueError("not a shape")
     dtype, content = _read_dtype(text), _bytes(data)
-    if math.prod(shape) * dtype.itemsize != len(content):
+    if math.prod(sizes) * dtype.itemsize != len(content):
         raise ValueError("not as many bytes as shape and dtype say")
     _check_content(dtype, content)
-    flat = np.frombuffer(bytearray(content), dtype)  # over a bytearray: writable
-    return flat.reshape(shape, order=order)
+    array: np.ndarray[Any, Any] = np.ndarray(
+        tuple(sizes), dtype, bytearray(content), order="F" if order == "F" else "C"
+    )
+    return array  # over a bytearray: writable
 
 
 def _check_content(dtype: np.dtype[Any], content: bytes) -> None:
     """Refuse bytes that numpy takes, and that break later: bools of 7, characters beyond Unicode."""
     if dtype.kind == "b" and content.translate(None, b"\0\1"):
         raise ValueError("a bool that is neither true nor false")
-    if dtype.kind == "U" and content:
-        if int(np.frombuffer(content, dtype.str[0] + "u4").max()) > _LARGEST_CODE_POINT:
-            raise ValueError("a character beyond Unicode")
+    if dtype.kind == "U" and content and int(np.frombuffer(content, f"{dtype.str[0]}u4").max()) > _LARGEST_CODE_POINT:
+        raise ValueError("a character beyond Unicode")
 
 
 def _encode_scalar(value: np.generic[Any]) -> Json:

@@ -83,7 +83,7 @@ class Fields:
         values = []
         for value in self.items(name):
             if type(value) is not str or (pattern is not None and pattern.fullmatch(value) is None):
-                self.damaged(name, "a list of strings" if pattern is None else f"a list of strings like {pattern.pattern}")
+                self.damaged(name, "a list of strings" + ("" if pattern is None else f" like {pattern.pattern}"))
             values.append(value)
         return tuple(values)
 

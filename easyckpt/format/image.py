@@ -13,14 +13,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-import torch
 import xxhash
 
 from easyckpt.errors import DamagedCheckpoint, NewerFormat, UnsupportedValue
 from easyckpt.format.canonical import Json, dumps, loads
 from easyckpt.format.codec import Path, path_from_json, path_text, path_to_json
+from easyckpt.format.dtypes import DTYPES, ITEM_BYTES, dtype_name, storage_dtype
 from easyckpt.format.fields import MAX_NUMBER, Fields
 
+__all__ = [
+    "ALIGNMENT", "DTYPES", "ITEM_BYTES", "PADDING_KEY", "Layout", "Leaf", "LeafSpec", "align", "dtype_name",
+    "plan_layout", "shard_header", "shard_keys", "storage_dtype", "written_bytes",
+]  # fmt: skip
+
+#: Groups, and the image in a shard file, begin at multiples of this.
 ALIGNMENT = 4096
 LAYOUT_FORMAT = 1
 PADDING_KEY = "easyckpt.padding"
@@ -28,41 +34,7 @@ PADDING_KEY = "easyckpt.padding"
 #: The safetensors library refuses a longer header.
 MAX_HEADER_BYTES = 100_000_000
 
-#: torch dtypes that safetensors has too, with its name for them. All others are written as bytes (U8).
-_SAFETENSORS = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
-    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}  # fmt: skip
-_OTHERS = (
-    "complex32", "complex128", "float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
-    *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u")),
-)  # fmt: skip
-
-#: Every dtype of this torch whose tensors are their storage (quantized ones are more), by name.
-DTYPES: dict[str, torch.dtype] = {
-    name: dtype
-    for name in (*_SAFETENSORS, *_OTHERS)
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
-}
-ITEM_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 _DEVICE = re.compile(r"[a-z0-9_]{1,32}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that the format uses for `dtype`; UnsupportedValue for quantized and unknown ones."""
-    try:
-        return _NAMES[dtype]
-    except KeyError:
-        raise UnsupportedValue(f"tensors of {dtype} cannot be kept exactly") from None
-
-
-def storage_dtype(dtype: str) -> str:
-    """Return the safetensors name for the torch dtype called `dtype`: U8 where that library has none."""
-    return _SAFETENSORS.get(dtype, "U8")
 
 
 def align(size: int) -> int:
@@ -163,7 +135,7 @@ class Layout:
 
 def _encode(layout: Layout) -> bytes:
     # Piece by piece, since one call for 20,000 leaves would hold the GIL for tens of milliseconds.
-    head = {
+    head: Json = {
         "format": LAYOUT_FORMAT,
         "rank": layout.rank,
         "world_size": layout.world_size,
@@ -226,8 +198,9 @@ def _check_places(layout: Layout) -> None:
     """Every leaf lies in its group, aligned; leaves cover their group without overlap or hole."""
     own = sorted((leaf for leaf in layout.leaves if not leaf.replicated), key=attrgetter("offset", "nbytes"))
     replicated = sorted((leaf for leaf in layout.leaves if leaf.replicated), key=attrgetter("offset", "nbytes"))
-    begin = align(layout.own_bytes) if replicated else layout.own_bytes
-    for group, position, end in ((own, 0, layout.own_bytes), (replicated, begin, layout.image_bytes)):
+    second = align(layout.own_bytes) if replicated else layout.own_bytes
+    for group, begin, end in ((own, 0, layout.own_bytes), (replicated, second, layout.image_bytes)):
+        position = begin
         for leaf in group:
             if leaf.offset != position or leaf.offset % ITEM_BYTES[leaf.dtype]:
                 raise DamagedCheckpoint(f"layout: {path_text(leaf.path)[:200]} is not where it should be in the image")
@@ -253,9 +226,7 @@ def plan_layout(specs: Iterable[LeafSpec], trees: Json, rank: int, world_size: i
     own_bytes = place([number for number, spec in enumerate(ordered) if alone or not spec.replicated], 0)
     image_bytes = place(replicated, align(own_bytes)) if replicated else own_bytes
     leaves = tuple(
-        Leaf(
-            spec.path, spec.dtype, spec.shape, spec.order, spec.device, spec.replicated and not alone, offset, nbytes
-        )
+        Leaf(spec.path, spec.dtype, spec.shape, spec.order, spec.device, spec.replicated and not alone, offset, nbytes)
         for spec, offset, nbytes in zip(ordered, offsets, sizes, strict=True)
     )
     return Layout(leaves, own_bytes, image_bytes, trees, rank, world_size)

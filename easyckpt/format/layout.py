@@ -24,19 +24,19 @@ MAX_STEP = 10**18 - 1
 MAX_RANK = 10**9 - 1
 
 _STEP = r"step-(?P<step>[0-9]{8}|[1-9][0-9]{8,17})"
-_TOKEN = r"[0-9A-Za-z_-]{1,64}"
+_WORD = r"[0-9A-Za-z_-]{1,64}"
 _RANK = r"(?P<rank>[0-9]{5}|[1-9][0-9]{5,8})"
 
 _step_dir = re.compile(_STEP)
-_stale_dir = re.compile(rf"{_STEP}\.stale-(?P<token>{_TOKEN})")
-_tmp_dir = re.compile(rf"\.{_STEP}\.(?P<token>{_TOKEN})\.tmp")
+_stale_dir = re.compile(rf"{_STEP}\.stale-(?P<word>{_WORD})")
+_tmp_dir = re.compile(rf"\.{_STEP}\.(?P<word>{_WORD})\.tmp")
 _trash = re.compile(r"\.trash-(?P<nonce>[0-9A-Za-z_]{1,64})-(?P<name>.+)")
-_temp_file = re.compile(rf"\.(?P<name>.+)\.(?P<token>{_TOKEN})\.tmp")
+_temp_file = re.compile(rf"\.(?P<name>.+)\.(?P<word>{_WORD})\.tmp")
 _shard_file = re.compile(rf"rank-{_RANK}\.safetensors")
 _index_file = re.compile(rf"rank-{_RANK}\.json")
 _events_file = re.compile(rf"rank-{_RANK}\.jsonl")
 _pin = re.compile(r"step-(?P<step>0|[1-9][0-9]{0,17})")
-_token = re.compile(_TOKEN)
+_word = re.compile(_WORD)
 _nonce = re.compile(r"[0-9A-Za-z_]{1,64}")
 _arena_id = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
 _arena_file = re.compile(
@@ -88,24 +88,24 @@ def parse_step_dir(name: str) -> int | None:
 
 def stale_dir(step: int, timeline: str) -> str:
     """``step-00000030.stale-<timeline>``: committed, then set aside when `timeline` was opened before it."""
-    return f"{step_dir(step)}.stale-{_checked(timeline, _token, 'a timeline')}"
+    return f"{step_dir(step)}.stale-{_checked(timeline, _word, 'a timeline')}"
 
 
 def parse_stale_dir(name: str) -> tuple[int, str] | None:
     """(step, timeline) of a :func:`stale_dir` name."""
     match = _stale_dir.fullmatch(name)
-    return None if match is None else (int(match["step"]), match["token"])
+    return None if match is None else (int(match["step"]), match["word"])
 
 
 def tmp_dir(step: int, attempt: str) -> str:
     """``.step-00000030.<attempt>.tmp``: one attempt at a commit, not yet made."""
-    return f".{step_dir(step)}.{_checked(attempt, _token, 'an attempt')}.tmp"
+    return f".{step_dir(step)}.{_checked(attempt, _word, 'an attempt')}.tmp"
 
 
 def parse_tmp_dir(name: str) -> tuple[int, str] | None:
     """(step, attempt) of a :func:`tmp_dir` name."""
     match = _tmp_dir.fullmatch(name)
-    return None if match is None else (int(match["step"]), match["token"])
+    return None if match is None else (int(match["step"]), match["word"])
 
 
 def trash_dir(name: str, nonce: str) -> str:
@@ -166,7 +166,7 @@ def parse_events_file(name: str) -> int | None:
 
 def temp_file(name: str, nonce: str) -> str:
     """``.<name>.<nonce>.tmp``: the new content of the small file `name` before it takes its place."""
-    temporary = f".{name}.{_checked(nonce, _token, 'a nonce')}.tmp"
+    temporary = f".{name}.{_checked(nonce, _word, 'a nonce')}.tmp"
     if not safe_name(name) or parse_tmp_dir(temporary) is not None:
         raise ValueError(f"{name!r} is not a name of a small file")
     return temporary

@@ -43,7 +43,9 @@ def read(data: bytes, kind: str) -> Fields:
     if match is None or digest_bytes(data[: match.start()] + b"}") != match[1].decode("ascii"):
         raise DamagedCheckpoint(f"{kind}: the record's digest does not match its text: torn, rotten or edited")
     if fields.number("format", low=1) > FORMAT:
-        raise NewerFormat(f"{kind}: format {fields.number('format')}; this version reads up to {FORMAT}: upgrade easyckpt")
+        raise NewerFormat(
+            f"{kind}: format {fields.number('format')}; this version reads up to {FORMAT}: upgrade easyckpt"
+        )
     if unknown := sorted(set(fields.texts("features")) - FEATURES):
         raise NewerFormat(f"{kind}: needs {', '.join(unknown)[:200]}, which this version lacks: upgrade easyckpt")
     return fields
