@@ -1,0 +1,1 @@
+"""From a candidate to live state: resolve, read, verify, apply."""
