@@ -14,13 +14,13 @@ _ALLOCATION_PIECE = 256 << 20  # tmpfs undoes an interrupted allocation as a who
 def open_checked(path: str, flags: int, *, user_only: bool = True) -> tuple[int, os.stat_result]:
     """Open an existing regular file of this user, mode 0600 or less, under one name; follow no link.
 
-    Raises FileNotFoundError, or DamagedCheckpoint with the reason for not trusting it. `user_only=False` leaves the
-    owner and the mode unchecked (rescue by an administrator).
+    Raises OSError (FileNotFoundError), or DamagedCheckpoint with the reason for not trusting it. `user_only=False`
+    leaves the owner and the mode unchecked (rescue by an administrator).
     """
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno == errno.ENOENT:
+        if error.errno not in (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR):
             raise
         reason = "it is a symbolic link" if error.errno == errno.ELOOP else os.strerror(error.errno or 0)
         raise DamagedCheckpoint(f"{path}: not opened: {reason}") from error

@@ -57,6 +57,7 @@ class Mapping:
         self.address: int = address
         self.nbytes = nbytes
         self.writable = writable
+        self.shared = fd is not None
         self._before_unmap: list[Callable[[], None]] = []
         self._array: ctypes.Array[ctypes.c_ubyte] | None = (ctypes.c_ubyte * nbytes).from_address(address)
         # Every memoryview (and its slices, arrays and tensors) keeps the array alive; it dies with the last of them.
@@ -78,17 +79,18 @@ class Mapping:
         """Unmap as soon as no view is left; at once when there is none. May be called again."""
         self._array = None
 
-    def populate(self, *, fresh: bool, threads: int = 1, stop: Callable[[], bool] = lambda: False) -> None:
+    def populate(self, *, threads: int = 1, stop: Callable[[], bool] = lambda: False) -> None:
         """Have every page present and mapped, so that a copy meets no page fault. The GIL is released meanwhile.
 
-        `fresh` says that the content does not matter yet. `stop` is asked between pieces. Raises OutOfSpace.
+        Contents stay, also those that somebody writes into a shared mapping meanwhile; a private one must not be in use
+        yet. `stop` is asked between pieces. Raises OutOfSpace.
         """
         keep_alive = self.view()
         pieces = range(0, self.nbytes, _POPULATE_PIECE)
 
         def touch(start: int) -> None:
             if not stop():
-                self._touch(start, min(_POPULATE_PIECE, self.nbytes - start), fresh, keep_alive)
+                self._touch(start, min(_POPULATE_PIECE, self.nbytes - start), keep_alive)
 
         if threads <= 1 or len(pieces) == 1:
             for start in pieces:
@@ -97,17 +99,17 @@ class Mapping:
         with concurrent.futures.ThreadPoolExecutor(threads, "easyckpt-populate") as pool:
             list(pool.map(touch, pieces))
 
-    def _touch(self, start: int, nbytes: int, fresh: bool, view: memoryview) -> None:
+    def _touch(self, start: int, nbytes: int, view: memoryview) -> None:
         if _libc.madvise(self.address + start, nbytes, _MADV_POPULATE_WRITE) == 0:
             return
         number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS):
             raise OutOfSpace(f"no memory behind {nbytes} bytes of a snapshot slot: {os.strerror(number)}")
-        if fresh:  # a kernel before 5.14
-            ctypes.memset(self.address + start, 0, nbytes)
-            return
-        for at in range(start, start + nbytes, _FALLBACK_PIECE):
-            bytes(view[at : min(at + _FALLBACK_PIECE, start + nbytes) : PAGE])
+        for at in range(start, start + nbytes, _FALLBACK_PIECE):  # a kernel before 5.14
+            pages = slice(at, min(at + _FALLBACK_PIECE, start + nbytes), PAGE)
+            present = bytes(view[pages])
+            if not self.shared:  # reading private memory maps the page of zeros
+                view[pages] = present
 
 
 def _unmap(pid: int, address: int, nbytes: int, before: list[Callable[[], None]]) -> None:

@@ -159,10 +159,8 @@ class Slot:
     def populate(self, threads: int = 1, stop: Callable[[], bool] = lambda: False) -> None:
         """Have all pages present; slow (first touch), so call it from a background thread. Raises OutOfSpace."""
         self._check_usable()
-        fresh = self._meta is None and not self.writing
-        # Never "fresh" for the head: its first page is the header.
-        self._head.populate(fresh=False, threads=threads, stop=stop)
-        self._tail.populate(fresh=fresh, stop=stop)
+        self._head.populate(threads=threads, stop=stop)
+        self._tail.populate(stop=stop)
 
     def pin(self) -> bool:
         """Page-lock the image for the GPU; False without CUDA. Unpinned when it is unmapped. Raises StorageError."""
@@ -178,8 +176,8 @@ class Slot:
         self._check_usable()
         if self._sequence % 2:
             raise UsageError("a snapshot was begun in this slot and not ended: seal or clear it first")
+        self._meta = None  # first: other threads ask `meta` whether it is sealed
         self._store(WRITING, self._sequence + 1)
-        self._meta = None
         failpoints.hit(_BEGIN)
 
     def seal(self, meta: SlotMeta, static: bytes, objects: bytes) -> SlotMeta:
@@ -216,8 +214,8 @@ class Slot:
     def clear(self) -> None:
         """Give up what the slot holds, sealed or half-written."""
         self._check_usable()
-        self._store(EMPTY, self._sequence + 2 - self._sequence % 2)
         self._meta = None
+        self._store(EMPTY, self._sequence + 2 - self._sequence % 2)
         failpoints.hit(_CLEAR)
 
     def view(self) -> SlotView:

@@ -1,0 +1,251 @@
+"""The arena: all slots of one rank, and which of them may be written next.
+
+Slots are made and grown by a background thread; until one is ready, snapshots are skipped by the caller and counted.
+Shared memory first; private memory where not one slot fits there; no slot at all (`count` is 0, the caller saves
+blocking) where that does not fit either.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+
+from easyckpt import failpoints
+from easyckpt.errors import RootInUse, UsageError
+from easyckpt.format import layout
+from easyckpt.memory.adoption import find_slots, take_over
+from easyckpt.memory.owner import OwnerLock
+from easyckpt.memory.slot import Slot, SlotMeta, SlotView
+from easyckpt.memory.supply import Supply
+
+__all__ = ["Arena", "OwnerLock", "find_slots"]
+
+_OWNED = failpoints.declare("arena.owned", "the arena is owned; nothing in it was looked at")
+_ADOPTED = failpoints.declare("arena.adopted", "the slots of the dead owner are taken over")
+_REMOVING = failpoints.declare("arena.removing", "the slots are removed; the owner file is still there")
+
+
+class Arena:
+    """The slots of rank `rank` in the arena `arena_id`; owning it needs its record lock. Thread-safe.
+
+    `budget_bytes` bounds what the slots take in `directory`, adopted ones included; `private_budget_bytes` what they
+    take as private memory (default: measured when it comes to that). With `pin`, images are page-locked for the GPU.
+    In a forked child an arena is inert: no slots, nothing to acquire, `close` does nothing.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        user: str,
+        arena_id: str,
+        rank: int,
+        count: int,
+        *,
+        run: str,
+        incarnation: str,
+        budget_bytes: int,
+        private_budget_bytes: int | None = None,
+        pin: bool = False,
+        populate_threads: int | None = None,
+    ) -> None:
+        """Own the arena. Raises RootInUse when another live process, or another arena of this one, does."""
+        self.directory, self.user, self.arena_id, self.rank = directory, user, arena_id, rank
+        self.run, self.incarnation = run, incarnation
+        self._pid = os.getpid()
+        self._busy: dict[Slot, int] = {}  # acquired -> its sequence then
+        self._closing = False
+        self._supply = Supply(
+            directory,
+            self._slot_path,
+            lambda slot: self._is_free(slot, None, ()),
+            wanted=count,
+            budget_bytes=budget_bytes,
+            private_budget_bytes=private_budget_bytes,
+            pin=pin,
+            threads=populate_threads,
+        )
+        self._state = self._supply.state
+        self._lock = OwnerLock(os.path.join(directory, layout.owner_file(user, arena_id, rank)))
+        self._own()
+        failpoints.hit(_OWNED)
+
+    @property
+    def count(self) -> int:
+        """How many slots the arena means to have; 0 when memory does not hold one."""
+        return self._supply.target
+
+    @property
+    def survives(self) -> bool:
+        """Whether snapshots survive the death of this process: False once a slot is private memory."""
+        return not self._supply.private and all(slot.survives for slot in self._all())
+
+    @property
+    def nbytes(self) -> int:
+        """All memory of the slots."""
+        return sum(slot.nbytes for slot in self._all())
+
+    def adopt(self) -> list[SlotView]:
+        """Take over what dead processes of this arena left; its whole snapshots, by ascending step.
+
+        They are found by what their headers say. Call it once, before `ensure`. A file that cannot be trusted is
+        named in a warning and left alone, unless it is certainly this arena's own: then it is used anew or removed.
+        """
+        if self._inert() or self._supply.private:
+            return []
+        identity = (self.run, self.arena_id, self.rank)
+        found = take_over(self.directory, self.user, identity)
+        self._supply.add(found.slots, found.reserved)
+        views = [slot.view() for slot in found.slots if slot.meta is not None]
+        failpoints.hit(_ADOPTED)
+        return sorted(views, key=lambda view: (view.meta.step, view.meta.sealed_at))
+
+    def ensure(self, image_bytes: int, tail_bytes: int) -> None:
+        """Have slots for such snapshots made or grown in the background; returns at once."""
+        if self._inert():
+            return
+        self._check_usable()
+        self._supply.ensure(image_bytes, tail_bytes)
+
+    def ready(self, image_bytes: int) -> bool:
+        """Whether a slot for `image_bytes` exists, free or not."""
+        return any(slot.image_capacity >= image_bytes for slot in self._all())
+
+    def wait_ready(self, timeout: float | None = None) -> bool:
+        """Wait until the background work that `ensure` or `acquire` asked for has ended. Raises what it met."""
+        if self._inert():
+            return False
+        ended = self._supply.wait(timeout)
+        self._supply.raise_failure()
+        return ended
+
+    def acquire(self, step: int, image_bytes: int, keep_from: int | None, held: Collection[int]) -> Slot | None:
+        """A slot to write the snapshot of `step` into, or None: then it is skipped (and counted by the caller).
+
+        It is empty, or holds a step below `keep_from` (None: nothing may be given up) that is not in `held`. Until
+        the caller's `begin` it keeps that older snapshot. It is the caller's until it is sealed or released.
+        """
+        if self._inert():
+            return None
+        self._check_usable()
+        with self._state:
+            free = sorted(
+                (slot for slot in self._supply.slots.values() if self._is_free(slot, keep_from, held)),
+                key=lambda slot: -1 if slot.meta is None else slot.meta.step,
+            )
+            fitting = [slot for slot in free if slot.image_capacity >= image_bytes]
+            chosen = fitting[0] if fitting else None
+            surplus = len(self._supply.slots) - self._supply.target
+            for slot in free:
+                if slot is not chosen and (slot.image_capacity < self._supply.need[0] or surplus > 0):
+                    surplus -= 1
+                    self._give_up(slot)
+            if chosen is not None:
+                self._busy[chosen] = chosen.sequence
+            return chosen
+
+    def release(self, slot: Slot) -> None:
+        """Give back an acquired slot; a snapshot that was begun in it and not sealed is given up."""
+        if self._inert():
+            return
+        with self._state:
+            self._busy.pop(slot, None)
+            if slot.writing and not self._closing:
+                slot.clear()
+
+    def sealed(self) -> list[SlotMeta]:
+        """What the sealed slots hold, by ascending step."""
+        metas = [slot.meta for slot in self._all()]
+        return sorted((meta for meta in metas if meta is not None), key=lambda meta: (meta.step, meta.sealed_at))
+
+    def view(self, step: int, timeline: str) -> SlotView:
+        """The sealed snapshot of `step` on `timeline`. Raises UsageError when there is none.
+
+        Keep the step in `held` while its image is in use.
+        """
+        matching = [
+            (slot.meta.sealed_at, slot)
+            for slot in self._all()
+            if slot.meta is not None and (slot.meta.step, slot.meta.timeline) == (step, timeline)
+        ]
+        if not matching:
+            raise UsageError(f"no sealed snapshot of step {step} on timeline {timeline} is in memory")
+        return max(matching, key=lambda pair: pair[0])[1].view()
+
+    def drop(self, predicate: Callable[[SlotMeta], bool]) -> list[SlotMeta]:
+        """Give up every sealed snapshot for which `predicate` holds; returns them. Not while one is written."""
+        dropped = []
+        for slot in self._all():
+            meta = slot.meta
+            if meta is not None and predicate(meta):
+                dropped.append(meta)
+                slot.clear()
+        return dropped
+
+    def close(self, remove: bool) -> None:
+        """Stop the background work and let go of the slots; `remove` their files, else they stay for a restart."""
+        if self._inert():
+            return
+        self._closing = True
+        self._supply.stop()
+        with self._state:
+            slots = list(self._supply.slots.values())
+            self._supply.slots.clear()
+            self._busy.clear()
+        for slot in slots:
+            slot.close(unlink=remove)
+        if remove:
+            failpoints.hit(_REMOVING)
+        self._lock.release(unlink=remove)
+
+    # Ownership.
+
+    def _own(self) -> None:
+        if not os.path.isdir(self.directory):
+            self._supply.go_private(f"{self.directory} is not a directory")
+            return
+        try:
+            owned = self._lock.try_acquire()
+        except OSError as error:
+            self._supply.go_private(f"{self._lock.path}: {error.strerror}")
+            return
+        if not owned:
+            raise RootInUse(
+                f"the memory of rank {self.rank} of this run is in use by another live process "
+                f"({self._lock.path} is locked): end that job first, or give this one another root"
+            )
+
+    def _inert(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _check_usable(self) -> None:
+        if self._closing:
+            raise UsageError("this arena is closed")
+        self._supply.raise_failure()
+
+    def _slot_path(self, number: int) -> str:
+        return os.path.join(self.directory, layout.slot_file(self.user, self.arena_id, self.rank, number))
+
+    def _all(self) -> list[Slot]:
+        if self._inert():  # (in a child, `_state` may be locked for ever)
+            return []
+        with self._state:
+            return list(self._supply.slots.values())
+
+    # Choosing a slot. With the lock held.
+
+    def _is_free(self, slot: Slot, keep_from: int | None, held: Collection[int]) -> bool:
+        began = self._busy.get(slot)
+        if began is not None:
+            if slot.meta is None or slot.sequence == began:
+                return False
+            del self._busy[slot]  # sealed since
+        if slot.writing:
+            return False
+        meta = slot.meta
+        return meta is None or (keep_from is not None and meta.step < keep_from and meta.step not in held)
+
+    def _give_up(self, slot: Slot) -> None:
+        """Let the background thread replace or remove a slot that nobody needs."""
+        if slot.meta is not None:
+            slot.clear()
+        self._supply.start()

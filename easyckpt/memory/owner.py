@@ -1,0 +1,122 @@
+"""Who owns an arena: an fcntl record lock, held for life.
+
+The kernel drops it when the process dies, however it dies. Forked children do not inherit it (an inherited flock would
+outlive the owner in orphaned loader workers), and it means the same in every container (pids do not). Its trap:
+closing *any* descriptor of the file drops all locks of the process on it, so nothing but this module opens one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+
+from easyckpt.errors import FormatError, StorageError
+from easyckpt.memory.files import open_checked
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, len, pid
+
+_guard = threading.Lock()  # no descriptor is opened and closed while another thread takes the lock
+_held: dict[tuple[int, int], int] = {}  # (device, inode) -> pid of the process that holds it
+
+
+def _after_fork() -> None:
+    global _guard
+    _guard = threading.Lock()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class OwnerLock:
+    """The record lock on the file at `path`, which is made when missing."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd: int | None = None
+        self._pid = os.getpid()
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock; False in a forked child."""
+        return self._fd is not None and os.getpid() == self._pid
+
+    def try_acquire(self) -> bool:
+        """Take the lock, at once or not at all; False when any process, this one too, holds it.
+
+        Raises StorageError when something that is not ours lies at `path`.
+        """
+        with _guard:
+            while True:
+                if self._held_here():
+                    return False
+                fd = self._open()
+                try:
+                    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    os.close(fd)
+                    return False
+                found = os.fstat(fd)
+                if self._is_at_path(found):
+                    self._fd, self._pid = fd, os.getpid()
+                    _held[found.st_dev, found.st_ino] = self._pid
+                    return True
+                os.close(fd)  # its last owner removed the file meanwhile: take the new one
+
+    def release(self, unlink: bool = False) -> None:
+        """Give the lock up, removing the file first if `unlink`. Nothing in a forked child."""
+        with _guard:
+            if self._fd is None or os.getpid() != self._pid:
+                return
+            found = os.fstat(self._fd)
+            if unlink and self._is_at_path(found):
+                os.unlink(self.path)
+            _held.pop((found.st_dev, found.st_ino), None)
+            os.close(self._fd)
+            self._fd = None
+
+    @staticmethod
+    def is_free(path: str) -> bool | None:
+        """Whether no live process holds the lock on `path`; None when there is no such file or it cannot be told."""
+        with _guard:
+            try:
+                found = os.lstat(path)
+                if _held.get((found.st_dev, found.st_ino)) == os.getpid():
+                    return False
+                fd, _ = open_checked(path, os.O_RDONLY)
+            except (OSError, FormatError):
+                return None
+            try:
+                question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                answer = fcntl.fcntl(fd, fcntl.F_GETLK, question)
+                return bool(_FLOCK.unpack(answer)[0] == fcntl.F_UNLCK)
+            except OSError:
+                return None
+            finally:
+                os.close(fd)
+
+    def _held_here(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            found = os.lstat(self.path)
+            return _held.get((found.st_dev, found.st_ino)) == os.getpid()
+        return False
+
+    def _open(self) -> int:
+        while True:
+            try:
+                return open_checked(self.path, os.O_RDWR)[0]
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            except FormatError as error:
+                raise StorageError(
+                    f"the memory tier cannot be owned: {error}. Remove it, or set memory_dir to another directory"
+                ) from error
+
+    def _is_at_path(self, found: os.stat_result) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.lstat(self.path), found)
+        return False
