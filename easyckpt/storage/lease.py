@@ -1,0 +1,315 @@
+"""Who may write a root.
+
+The lease is a file whose owner renews a counter in it. What counts for others is whether that counter moves while they
+watch, by their own clock: clocks of different hosts are never compared.
+
+Succession is decided by exclusive creation, not by overwriting: whoever wants to take over from the owner of token T
+creates T's *successor file*, which can happen once. The owner of a root is the end of that chain, so two contenders
+that both hold T for dead cannot both take over, and an owner that wakes up late finds its successor and stops. A
+contender that dies in between is itself succeeded by the same rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from easyckpt import failpoints
+from easyckpt.errors import EasyckptError, LeaseLost, RootInUse
+from easyckpt.format import layout
+from easyckpt.format.manifest import LeaseRecord
+from easyckpt.storage.base import Storage
+
+CREATED = failpoints.declare("lease.acquire.created", "the lease on a free root is durable")
+CLAIMED = failpoints.declare(
+    "lease.takeover.claimed", "a dead owner's successor is named, the lease is still the old one"
+)
+TAKEN = failpoints.declare("lease.takeover.taken", "the lease names the new owner, the successor file is still there")
+RENEWED = failpoints.declare("lease.renew.after", "the lease was renewed")
+RELEASING = failpoints.declare("lease.release.before", "the lease is about to be removed")
+
+#: Seconds between two looks at a lease that somebody else holds, and between two messages about it.
+POLL_SECONDS = 1.0
+MESSAGE_SECONDS = 10.0
+_MAX_CHAIN = 1000
+_MAX_ROUNDS = 1000
+
+#: Leases that live in this process, by token. A record lock cannot tell two owners in one process apart.
+_living: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
+
+
+class Clock(Protocol):
+    """The part of the module ``time`` that a lease needs."""
+
+    def monotonic(self) -> float:
+        """Seconds of a clock that never goes back."""
+        ...
+
+    def time(self) -> float:
+        """Seconds since 1970, shown to people and never compared."""
+        ...
+
+    def sleep(self, seconds: float, /) -> None:
+        """Wait."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The lease file and the successor files behind it, as bytes: any change of them is a sign of life."""
+
+    chain: tuple[bytes, ...]
+
+    @property
+    def owner(self) -> LeaseRecord | None:
+        """The record at the end of the chain; None where this version cannot read it."""
+        return _parsed(self.chain[-1])
+
+    @property
+    def tokens(self) -> list[str]:
+        """One token for each record."""
+        return [_token_of(data) for data in self.chain]
+
+
+def _parsed(data: bytes) -> LeaseRecord | None:
+    try:
+        return LeaseRecord.from_bytes(data)
+    except EasyckptError:
+        return None
+
+
+def _token_of(data: bytes) -> str:
+    record = _parsed(data)
+    return record.token if record is not None else "unreadable-" + hashlib.sha256(data).hexdigest()[:32]
+
+
+def _successor_file(token: str) -> str:
+    return layout.temp_file(layout.LEASE, token)
+
+
+class Lease:
+    """The right of a job to write the root of `storage`; only rank 0 has one.
+
+    Args:
+        root_lock_path: the record lock file that this process holds for its life (None: it has none). Found free, it
+            proves to a later job on the same host that this one is dead.
+        incarnation: nonce of this start of the job.
+        run: identity of the run, from the root's record.
+        timeout: seconds without a renewal after which an owner counts as dead.
+        is_free: tells of a record lock file whether no live process holds it; None when that cannot be known.
+        environ: where TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT are looked up.
+
+    Calls may come from several threads.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        root_lock_path: str | None,
+        incarnation: str,
+        run: str,
+        timeout: float,
+        clock: Clock = time,
+        is_free: Callable[[str], bool | None] | None = None,
+        environ: os._Environ[str] | dict[str, str] = os.environ,
+    ) -> None:
+        self._storage = storage
+        self._timeout = timeout
+        self._clock = clock
+        self._is_free = is_free or (lambda path: None)
+        self._guard = threading.RLock()
+        self._held = False
+        elastic_run = environ.get("TORCHELASTIC_RUN_ID", "none")
+        restart_count = environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        self._record = LeaseRecord(
+            host=socket.gethostname(),
+            boot=_place(root_lock_path) or "",
+            pid=os.getpid(),
+            run=run,
+            incarnation=incarnation,
+            token=secrets.token_hex(16),
+            lock=root_lock_path or "",
+            elastic_run=None if elastic_run in ("", "none") else elastic_run,
+            restart_count=int(restart_count) if restart_count.isdecimal() else 0,
+            time=clock.time(),
+        )
+
+    @property
+    def held(self) -> bool:
+        """Whether this object acquired the lease and has not released or lost it, as far as it knows."""
+        return self._held
+
+    def acquire(self, on_wait: Callable[[str], None] | None = None) -> None:
+        """Become the owner: at once where nobody is, or where the owner is proven dead, else after the timeout.
+
+        `on_wait` hears what is waited for. Raises RootInUse, which names the owner, as soon as a sign of life is seen.
+        """
+        for _ in range(_MAX_ROUNDS):
+            if self._held:
+                return
+            seen = self._look()
+            if seen is None:
+                if self._storage.link_exclusive(layout.LEASE, self._fresh().to_bytes()):
+                    failpoints.hit(CREATED)
+                    self._begin()
+                continue
+            if self._proven_dead(seen.owner) or self._silent(seen, on_wait or (lambda message: None)):
+                self._take_over(seen)
+        raise RootInUse(f"{self._storage.root}: other jobs keep creating and removing its lease; try again")
+
+    def renew(self) -> None:
+        """Show that this job lives. To be called well within the timeout. Raises LeaseLost."""
+        with self._guard:
+            self.check()
+            self._record = replace(self._record, renewed=self._record.renewed + 1, time=self._clock.time())
+            self._storage.replace(layout.LEASE, self._record.to_bytes())
+            failpoints.hit(RENEWED)
+
+    def check(self) -> None:
+        """Look at the storage whether the root is still this job's. Raises LeaseLost, then and ever after."""
+        with self._guard:
+            if not self._held:
+                raise LeaseLost(f"this job does not own {self._storage.root} (its lease was never taken, or is lost)")
+            seen = self._look()
+            if seen is not None and seen.tokens == [self._record.token]:
+                return
+            self._end()
+            taker = "nobody: its lease was removed" if seen is None else _describe(seen.owner)
+            raise LeaseLost(
+                f"{self._storage.root} was taken over by another job while this one did not renew its lease; it now "
+                f"belongs to {taker}. This job writes nothing there any more: stop it, or restart it after the other."
+            )
+
+    def release(self) -> None:
+        """Give the root back. Does nothing if it is not this job's (any more)."""
+        with self._guard:
+            if not self._held:
+                return
+            with contextlib.suppress(LeaseLost, FileNotFoundError):
+                self.check()
+                failpoints.hit(RELEASING)
+                self._storage.remove(layout.LEASE)
+                self._storage.sync_dir("")
+            self._end()
+
+    # -- inside
+
+    def _begin(self) -> None:
+        self._held = True
+        _living[self._record.token] = self
+
+    def _end(self) -> None:
+        self._held = False
+        _living.pop(self._record.token, None)
+
+    def _fresh(self) -> LeaseRecord:
+        """A record under a new token: each token is an owner once, so that it has one successor at most."""
+        self._record = replace(self._record, token=secrets.token_hex(16), renewed=0, time=self._clock.time())
+        return self._record
+
+    def _look(self) -> _Seen | None:
+        """What the storage says now; None where there is no lease."""
+        chain: list[bytes] = []
+        path = layout.LEASE
+        while len(chain) < _MAX_CHAIN:
+            try:
+                chain.append(self._storage.read(path))
+            except FileNotFoundError:
+                break
+            path = _successor_file(_token_of(chain[-1]))
+        return _Seen(tuple(chain)) if chain else None
+
+    def _proven_dead(self, owner: LeaseRecord | None) -> bool:
+        """Whether it is certain, without waiting, that `owner` writes no more."""
+        if owner is None or owner.token in _living:
+            return False
+        mine = self._record
+        same_run = mine.elastic_run is not None and owner.elastic_run == mine.elastic_run
+        if same_run and owner.restart_count < mine.restart_count:
+            return True  # the agent has killed all workers of one round before it starts the next
+        place = _place(owner.lock)
+        if place is None or (owner.host, owner.boot) != (mine.host, place):
+            return False
+        # The own lock is held by this very process, so whoever held it before has died.
+        return owner.lock == mine.lock or self._is_free(owner.lock) is True
+
+    def _silent(self, seen: _Seen, on_wait: Callable[[str], None]) -> bool:
+        """Watch for up to the timeout; False where the root is to be looked at afresh, RootInUse where it lives."""
+        owner = seen.owner
+        if owner is not None and owner.token in _living:
+            raise self._in_use(owner, "by another Checkpointer of this process")
+        begun = self._clock.monotonic()
+        said = begun - MESSAGE_SECONDS
+        while (waited := self._clock.monotonic() - begun) < self._timeout:
+            if self._clock.monotonic() - said >= MESSAGE_SECONDS:
+                said = self._clock.monotonic()
+                on_wait(
+                    f"waiting for {self._storage.root}: it belongs to {_describe(owner)}, which has not renewed its "
+                    f"lease for {waited:.0f} s; after {self._timeout:.0f} s without a renewal it counts as dead"
+                )
+            self._clock.sleep(min(POLL_SECONDS, self._timeout - waited))
+            now = self._look()
+            if now is None:
+                return False
+            if now != seen:
+                raise self._in_use(now.owner, "which renewed its lease while this job watched")
+            if self._proven_dead(owner):  # it may die while we wait
+                return True
+        return True
+
+    def _in_use(self, owner: LeaseRecord | None, sign: str) -> RootInUse:
+        return RootInUse(
+            f"{self._storage.root} is in use by {_describe(owner)}, {sign}. Stop that job first, or give this one "
+            "another root; reading (restore, the command line) needs no lease."
+        )
+
+    def _take_over(self, seen: _Seen) -> None:
+        """Succeed the owner that was seen, unless somebody is quicker or it proves alive at the last moment."""
+        claim = self._fresh().to_bytes()
+        successor = _successor_file(seen.tokens[-1])
+        if not self._storage.link_exclusive(successor, claim):
+            return
+        failpoints.hit(CLAIMED)
+        if self._look() != _Seen((*seen.chain, claim)):
+            with contextlib.suppress(FileNotFoundError):
+                self._storage.remove(successor)
+            return
+        self._storage.replace(layout.LEASE, claim)
+        failpoints.hit(TAKEN)
+        self._begin()
+        for token in seen.tokens:
+            with contextlib.suppress(FileNotFoundError):
+                self._storage.remove(_successor_file(token))
+
+
+def _describe(owner: LeaseRecord | None) -> str:
+    if owner is None:
+        return f"an owner whose {layout.LEASE} cannot be read here (damaged, or of a newer version)"
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(owner.time, 0), 2**33)))
+    return f"process {owner.pid} on host {owner.host} (run {owner.run}, last renewed {since} by its own clock)"
+
+
+def _place(lock: str | None) -> str | None:
+    """The kernel that runs here and the very file that `lock` names; None where there is no such file to ask.
+
+    The file's identity counts, not its path alone: containers of one host have memory directories of the same name
+    and different content, and a system that removes shared memory at logout leaves the path to a new file. That one
+    being free says nothing about a process that holds the other.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        found = os.lstat(lock or "")
+    except OSError:
+        return None
+    return f"{boot}/{found.st_dev:x}/{found.st_ino:x}"
