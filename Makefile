@@ -29,7 +29,7 @@ $(READY): constraints.txt setup.py pyproject.toml
 	    if "$$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; \
 	        then exec "$$python" -m venv --clear $(VENV); fi; \
 	done; echo "easyckpt: needs Python 3.10 to 3.13 (tested with 3.11)" >&2; exit 1
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,fuse]'
 	@touch $@

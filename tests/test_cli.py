@@ -315,7 +315,7 @@ SAYS = {
     "spoil_no_such_root": "no such directory",
     "spoil_file_for_directory": "a file",
     "spoil_foreign_directory": "not an easyckpt root",
-    "spoil_newer_root": "newer",
+    "spoil_newer_root": "upgrade easyckpt",
     "spoil_no_such_step": "from step 10 to 30",
 }
 

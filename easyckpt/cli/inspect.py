@@ -98,6 +98,7 @@ def show(
 ) -> Answer:
     """Show what one checkpoint holds (the newest, unless a step is given)."""
     target = resolve(checkpoint)
+    target.record()  # a foreign or newer root is refused, whatever lies in it
     entry = target.pick()
     manifest = entry.manifest
     if manifest is None:

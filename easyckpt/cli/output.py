@@ -69,14 +69,16 @@ def command(function: Callable[_P, Answer]) -> Callable[_P, None]:
 
 
 def _print(answer: Answer, *, as_json: bool) -> None:
-    try:
-        if as_json:
-            json.dump(_plain(answer.document), sys.stdout, indent=2, allow_nan=False)
-            sys.stdout.write("\n")
-        else:
-            console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
+    if as_json:
+        output = json.dumps(_plain(answer.document), indent=2, allow_nan=False) + "\n"
+    else:
+        console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
+        with console.capture() as capture:  # rich would end the process with code 1 on a closed pipe
             for view in answer.views:
                 console.print(view if isinstance(view, Table) else text(view), soft_wrap=isinstance(view, str))
+        output = capture.get()
+    try:
+        sys.stdout.write(output)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (`head`, `less`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -29,7 +29,8 @@ def rescue(
     target = resolve(root)
     if target.is_one:
         raise UsageError(f"{root}: one checkpoint; rescue takes the root of a run")
-    target.scan()  # not a root of ours: said before anything is done
+    target.record()  # foreign, newer or damaged: said before anything is done
+    target.scan()
     with output.working("committing what is left in memory"):
         rescued = saving_rescue.rescue(target.root, memory_dir)
     rows = [{"step": item.step, "path": item.path, "bytes": item.bytes} for item in rescued]

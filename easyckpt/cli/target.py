@@ -45,7 +45,7 @@ class Target:
     def pick(self) -> Entry:
         """The checkpoint that was named, else the newest valid one. Raises UsageError where there is none."""
         if self.name is not None:
-            return self._by_name(self.name)
+            return catalog.inspect(self.storage, self.name)
         found = self.scan()
         if self.step is None:
             if not found.committed():
@@ -55,13 +55,6 @@ class Target:
         if not entries:
             raise UsageError(f"{self.root}: no checkpoint of step {self.step} in it; {_what_there_is(found)}")
         return entries[0]
-
-    def _by_name(self, name: str) -> Entry:
-        for entry in catalog.scan(self.storage).entries:
-            if entry.name == name:
-                return entry
-        manifest = catalog.read_manifest(self.storage, name)  # another layout's directory that carries our manifest
-        return Entry(step=manifest.step, name=name, kind="committed", manifest=manifest, timeline=manifest.timeline)
 
 
 def _what_there_is(found: Catalog) -> str:
