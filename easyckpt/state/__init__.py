@@ -1,0 +1,1 @@
+"""What a training job is: the components of its state, its generators, its place in the data."""
