@@ -1,0 +1,303 @@
+"""Reading one rank's part of a checkpoint: each byte once, verified before anybody sees it.
+
+A rank's own tensors come from its own shard; replicated ones from rank 0's where that rank alone wrote them. Both land
+in one buffer, in large reads past the page cache straight to their places, and every chunk that holds a byte that is
+needed is compared with its checksum while the next one is read. What sizes are believed was checked first: manifest
+against index, index against layout, file against both.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from easyckpt import catalog
+from easyckpt.errors import DamagedCheckpoint, FormatError
+from easyckpt.format import layout as names
+from easyckpt.format.checksum import CHUNK_BYTES, ChunkHasher, digest_bytes, file_digest
+from easyckpt.format.codec import path_text
+from easyckpt.format.image import Layout, Leaf, align
+from easyckpt.format.manifest import Index, Manifest, ShardRecord
+from easyckpt.loading.snapshot import Snapshot, check_world_size
+from easyckpt.memory.mapping import Mapping
+from easyckpt.storage.base import FileReader, Storage
+
+Result = TypeVar("Result")
+
+#: Chunks that may wait for their comparison while reading goes on.
+_AHEAD = 4
+
+
+class Submit(Protocol):
+    """Runs a job somewhere else and promises its result; jobs may be run one after the other."""
+
+    def __call__(self, job: Callable[[], Result], /) -> Future[Result]:
+        """Hand `job` over."""
+        ...
+
+
+def run_now(job: Callable[[], Result], /) -> Future[Result]:
+    """The Submit for whoever has no thread to spare."""
+    future: Future[Result] = Future()
+    try:
+        future.set_result(job())
+    except Exception as error:  # noqa: BLE001 - it belongs to whoever asks for the result
+        future.set_exception(error)
+    return future
+
+
+def everything(leaf: Leaf) -> bool:
+    """Ask for every tensor."""
+    return True
+
+
+def open_storage(
+    storage: Storage,
+    directory: str,
+    *,
+    rank: int,
+    world_size: int,
+    attempt: str | None = None,
+    image: memoryview | None = None,
+    submit: Submit = run_now,
+    wanted: Callable[[Leaf], bool] = everything,
+) -> Snapshot:
+    """Read and verify this rank's part of the checkpoint in `directory`.
+
+    `image` is page-aligned writable memory to read into (a free slot's); fresh memory is taken where there is none or
+    it is too small. `submit` hands checksums to another thread. Only tensors that are `wanted` are read. `attempt`
+    makes sure that it is the checkpoint that the ranks agreed on. Raises DamagedCheckpoint naming file, tensor and
+    chunk, another FormatError, WorldSizeChanged, or OSError.
+    """
+    manifest = catalog.read_manifest(storage, directory)
+    where = os.path.join(storage.root, directory)
+    if attempt and manifest.attempt != attempt:
+        raise DamagedCheckpoint(f"{where} was replaced while it was being restored: try again")
+    check_world_size(where, manifest.world_size, world_size)
+    index = read_index(storage, directory, manifest, rank)
+    owner = index
+    if rank != 0 and not index.shard.write_replicated and any(leaf.replicated for leaf in index.layout.leaves):
+        owner = read_index(storage, directory, manifest, 0)
+    plan = _plan(index, owner, wanted, where)
+    for part in plan.parts:
+        path = f"{directory}/{part.shard.name}"
+        _check_size(storage.root, path, _size_of(storage, path), part.shard.size)
+    if image is None or image.nbytes < plan.nbytes:
+        memory = Mapping(None, 0, max(plan.nbytes, mmap.PAGESIZE))
+        if wanted is everything:
+            memory.populate(threads=min(4, os.cpu_count() or 1))  # faults of single pages would slow the reads
+        image = memory.view()
+    for part in plan.parts:
+        _read_shard(storage, directory, part, image, submit)
+    return Snapshot(
+        step=manifest.step,
+        timeline=manifest.timeline,
+        layout=index.layout,
+        objects=index.objects,
+        metrics=dict(manifest.metrics),
+        image=image,
+        places=plan.places,
+    )
+
+
+def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
+    """Read the index of `rank`, checked against the manifest. Raises FormatError naming the file."""
+    name = names.index_file(rank)
+    where = f"{storage.root}/{directory}/{name}"
+    data = _read_listed(storage, directory, manifest, name)
+    try:
+        index = Index.from_bytes(data)
+    except FormatError as error:
+        raise type(error)(f"{where}: {error}") from error
+    mine = (index.run, index.timeline, index.step, index.world_size, index.rank)
+    if mine != (manifest.run, manifest.timeline, manifest.step, manifest.world_size, rank):
+        raise DamagedCheckpoint(f"{where} is the index of another checkpoint or rank than its manifest says")
+    shard = index.shard
+    listed = manifest.files.get(shard.name)
+    digest = file_digest(shard.size, shard.chunks)
+    if shard.name != names.shard_file(rank) or listed is None or (listed.size, listed.digest) != (shard.size, digest):
+        raise DamagedCheckpoint(f"{where} describes another {shard.name} than the manifest")
+    return index
+
+
+def _read_listed(storage: Storage, directory: str, manifest: Manifest, name: str) -> bytes:
+    path = f"{directory}/{name}"
+    record = manifest.files.get(name)
+    if record is None:
+        raise DamagedCheckpoint(f"{storage.root}/{directory}: the manifest lists no {name}")
+    _check_size(storage.root, path, _size_of(storage, path), record.size)
+    data = storage.read(path)
+    if len(data) != record.size or digest_bytes(data) != record.digest:
+        raise DamagedCheckpoint(f"{storage.root}/{path}: its bytes are not those that were committed")
+    return data
+
+
+def _size_of(storage: Storage, path: str) -> int:
+    try:
+        return storage.stat_size(path)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{storage.root}/{path} is missing") from None
+
+
+def _check_size(root: str, path: str, found: int, expected: int) -> None:
+    if found != expected:
+        kind = "truncated" if found < expected else "longer than what was committed"
+        raise DamagedCheckpoint(f"{root}/{path} is {kind}: {found} bytes, the manifest says {expected}")
+
+
+# What lies where.
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A range of one shard file and its place in the image: file bytes from `begin` on go to `place` on."""
+
+    layout: Layout
+    shard: ShardRecord
+    begin: int
+    place: int
+    needed: tuple[Leaf, ...]
+    """Leaves of `layout` with bytes in this range that somebody wants."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    parts: tuple[_Part, ...]
+    places: tuple[int | None, ...]
+    nbytes: int
+
+
+def _plan(index: Index, owner: Index, wanted: Callable[[Leaf], bool], where: str) -> _Plan:
+    """Where each wanted leaf comes from and goes to. `owner` is the index whose shard has the replicated leaves."""
+    layout = index.layout
+    chosen = [wanted(leaf) for leaf in layout.leaves]
+    if owner is index:
+        needed = tuple(leaf for leaf, ask in zip(layout.leaves, chosen, strict=True) if ask)
+        places = tuple(leaf.offset if ask else None for leaf, ask in zip(layout.leaves, chosen, strict=True))
+        part = _Part(layout, index.shard, index.shard.header_bytes, 0, needed)
+        _check_coverage(index, needed, where)
+        return _Plan((part,), places, align(index.shard.size - index.shard.header_bytes))
+    source = owner.layout
+    start, place = source.replicated_offset, align(layout.own_bytes)
+    theirs = {leaf.path: leaf for leaf in source.leaves if leaf.replicated}
+    own: list[Leaf] = []
+    shared: list[Leaf] = []
+    found: list[int | None] = []
+    for leaf, ask in zip(layout.leaves, chosen, strict=True):
+        if not ask:
+            found.append(None)
+        elif not leaf.replicated:
+            own.append(leaf)
+            found.append(leaf.offset)
+        else:
+            twin = theirs.get(leaf.path)
+            if twin is None or (twin.dtype, twin.shape, twin.order) != (leaf.dtype, leaf.shape, leaf.order):
+                raise DamagedCheckpoint(
+                    f"{where}: {path_text(leaf.path)[:200]} is replicated, and {owner.shard.name} does not hold it"
+                )
+            shared.append(twin)
+            found.append(place + twin.offset - start)
+    _check_coverage(owner, shared, where)
+    parts = (
+        _Part(layout, index.shard, index.shard.header_bytes, 0, tuple(own)),
+        _Part(source, owner.shard, owner.shard.header_bytes + start, place, tuple(shared)),
+    )
+    # What is mapped is never more than what the files, whose sizes are checked, can fill.
+    shared_bytes = source.image_bytes - start if any(leaf.nbytes for leaf in shared) else 0
+    return _Plan(parts, tuple(found), place + align(shared_bytes))
+
+
+def _check_coverage(index: Index, needed: Iterable[Leaf], where: str) -> None:
+    """Every needed leaf lies within the bytes that `index` says its shard holds."""
+    end = index.shard.size - index.shard.header_bytes
+    for leaf in needed:
+        if leaf.nbytes and leaf.offset + leaf.nbytes > end:
+            raise DamagedCheckpoint(
+                f"{where}: {index.shard.name} does not hold {path_text(leaf.path)[:200]}, and no other shard does"
+            )
+
+
+# Reading.
+
+
+def _read_shard(storage: Storage, directory: str, part: _Part, image: memoryview, submit: Submit) -> None:
+    chunks = _needed_chunks(part)
+    if not chunks:
+        return
+    path = f"{directory}/{part.shard.name}"
+    waiting: deque[Future[None]] = deque()
+    with storage.reader(path) as reader:
+        _check_size(storage.root, path, reader.size, part.shard.size)
+        try:
+            for chunk in chunks:
+                pieces = [_read_piece(reader, *piece) for piece in _pieces(part, chunk, image)]
+                waiting.append(submit(_Comparison(f"{storage.root}/{path}", part, chunk, pieces)))
+                if len(waiting) > _AHEAD:
+                    waiting.popleft().result()
+        finally:
+            wait(waiting)  # also after an error: the memory must not be used behind the caller's back
+    for comparison in waiting:
+        comparison.result()
+
+
+def _needed_chunks(part: _Part) -> list[int]:
+    chunks: set[int] = set()
+    for leaf in part.needed:
+        if leaf.nbytes:
+            begin = part.shard.header_bytes + leaf.offset
+            chunks.update(range(begin // CHUNK_BYTES, (begin + leaf.nbytes - 1) // CHUNK_BYTES + 1))
+    return sorted(chunks)
+
+
+def _pieces(part: _Part, chunk: int, image: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+    """(offset in the file, bytes, memory in whole blocks) for the reads of one chunk, in order."""
+    begin, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, part.shard.size)
+    if begin < part.begin:  # the header, or another rank's own tensors: read for the checksum only
+        size = min(end, part.begin) - begin
+        yield begin, size, memoryview(mmap.mmap(-1, align(size)))
+        begin += size
+    if begin < end:
+        place = part.place + begin - part.begin
+        yield begin, end - begin, image[place : place + align(end - begin)]
+
+
+def _read_piece(reader: FileReader, offset: int, size: int, memory: memoryview) -> memoryview:
+    return memory[: min(size, reader.read_into(memory, offset))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Compares one chunk, as it was read, with its checksum."""
+
+    where: str
+    part: _Part
+    chunk: int
+    pieces: list[memoryview]
+
+    def __call__(self) -> None:
+        """Raise DamagedCheckpoint if they differ."""
+        hasher = ChunkHasher()
+        for piece in self.pieces:
+            hasher.update(piece)
+        if hasher.finish() == [self.part.shard.chunks[self.chunk]]:
+            return
+        begin = self.chunk * CHUNK_BYTES
+        inside = [
+            path_text(leaf.path)[:200]
+            for leaf in self.part.needed
+            if self._overlaps(leaf, begin - self.part.shard.header_bytes)
+        ]
+        others = f" and {len(inside) - 1} others" if len(inside) > 1 else ""
+        raise DamagedCheckpoint(
+            f"{self.where}: chunk {self.chunk} (bytes from {begin} on) does not match its checksum; it holds "
+            f"{inside[0]}{others}"
+        )
+
+    @staticmethod
+    def _overlaps(leaf: Leaf, begin: int) -> bool:
+        return leaf.nbytes > 0 and leaf.offset < begin + CHUNK_BYTES and leaf.offset + leaf.nbytes > begin
