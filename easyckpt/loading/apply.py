@@ -45,7 +45,7 @@ def restore_agreed(
     agreed = [Candidate.from_json(value) for value in sent] if isinstance(sent, list) else []
     passed_over = []
     for candidate in agreed:
-        reason = _try(channel, candidate, open_candidate, check, apply, timeout)
+        reason = _try(channel, candidate, open_candidate, check, apply, timeout=timeout)
         if reason is None:
             return candidate
         skipped(candidate, reason)
@@ -59,7 +59,7 @@ def restore_agreed(
 
 
 def _try(
-    channel: Channel, candidate: Candidate, open_candidate: Open, check: Check, apply: Apply, timeout: float
+    channel: Channel, candidate: Candidate, open_candidate: Open, check: Check, apply: Apply, *, timeout: float
 ) -> str | None:
     """Restore `candidate`. Returns None once all ranks have applied it, or why it is damaged (nothing was applied)."""
     vote, snapshot, failure = verify(candidate, open_candidate, check)
@@ -105,5 +105,6 @@ def _apply_together(channel: Channel, candidate: Candidate, snapshot: Snapshot, 
     failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer is not None]
     if failed:
         raise PartlyApplied(
-            f"{candidate} was applied here, but not everywhere ({'; '.join(failed)}). Build the objects anew before going on"
+            f"{candidate} was applied here, but not everywhere ({'; '.join(failed)}). Build the objects anew before "
+            "going on"
         )

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from easyckpt.errors import DamagedCheckpoint, WorldSizeChanged
 from easyckpt.format.canonical import Json, loads
-from easyckpt.format.checksum import digest_bytes
 from easyckpt.format.codec import path_text
 from easyckpt.format.image import DTYPES, ITEM_BYTES, Layout
 from easyckpt.memory.slot import SlotView
@@ -99,7 +99,7 @@ def open_memory(view: SlotView, *, rank: int, world_size: int, where: str = "sha
         rank, rank, meta.world_size, meta.image_bytes,
     ) or view.image.nbytes < layout.image_bytes:  # fmt: skip
         raise DamagedCheckpoint(f"{where}: step {meta.step}: the slot's header and its layout contradict each other")
-    if meta.image_digest is not None and digest_bytes(view.image[: meta.image_bytes]) != meta.image_digest:
+    if meta.image_digest is not None and xxhash.xxh3_128_hexdigest(view.image[: meta.image_bytes]) != meta.image_digest:
         raise DamagedCheckpoint(f"{where}: step {meta.step}: the image does not match its checksum: rotten memory")
     objects = loads(view.objects)
     logged = objects.get("metrics") if isinstance(objects, dict) else None

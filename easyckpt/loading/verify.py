@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from easyckpt import errors
-from easyckpt.errors import DamagedCheckpoint, FormatError, PeerError, StateError, StateMismatch
+from easyckpt.errors import DamagedCheckpoint, FormatError, OutOfSpace, StateError, StateMismatch, StorageError
 from easyckpt.format.canonical import Json
 from easyckpt.loading.resolve import Candidate
 from easyckpt.loading.snapshot import Snapshot
@@ -64,20 +64,21 @@ def verify(candidate: Candidate, open_candidate: Open, check: Check) -> tuple[Vo
             raise DamagedCheckpoint(f"{candidate} holds step {snapshot.step} of timeline {snapshot.timeline}")
         if problems := check(snapshot):
             raise StateMismatch(_mismatch(candidate, problems))
-    except (FormatError, OSError) as error:
-        failure: Exception = error
-        vote = Vote("damaged", str(error), type(error).__name__)
-    except (StateError, PeerError) as error:
-        failure = error
-        vote = Vote("refused", str(error), type(error).__name__)
     except Exception as error:  # noqa: BLE001 - raised by the caller, on all ranks
-        failure = error
-        vote = Vote("failed", str(error), type(error).__name__)
-    else:
-        return Vote("good"), snapshot, None
-    if snapshot is not None:
-        snapshot.close()
-    return vote, None, failure
+        vote, failure = Vote(_verdict(error), str(error), type(error).__name__), error
+        if snapshot is not None:
+            snapshot.close()
+        return vote, None, failure
+    return Vote("good"), snapshot, None
+
+
+def _verdict(error: Exception) -> Verdict:
+    if isinstance(error, StateError):
+        return "refused"
+    # Too little memory to read into says nothing about the candidate.
+    if isinstance(error, (FormatError, StorageError, OSError)) and not isinstance(error, OutOfSpace):
+        return "damaged"
+    return "failed"
 
 
 def _mismatch(candidate: Candidate, problems: Sequence[str]) -> str:
