@@ -158,7 +158,7 @@ class _Encoder:
         attributes = vars(value)
         if any(type(name) is not str for name in attributes):
             raise _unsupported(value, path, "an attribute whose name is not a string")
-        return {"$": "namespace", "class": _NAMESPACE_NAMES[type(value)], "v": self.table(attributes, path, depth)}
+        return {"$": "namespace", "class": _NAMESPACE_NAMES[type(value)], "v": self.table(attributes, path, depth + 1)}
 
 
 _CONTAINERS: dict[type, Callable[[_Encoder, Any, Path, int], Json]] = {

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import collections
 import enum
+import operator
 import types
-import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from easyckpt.errors import DamagedCheckpoint, FormatError, StateMismatch
@@ -245,12 +245,31 @@ def _enum_class(json: dict[str, Json], like: Any, base: type[Any]) -> Any:
     raise MissingContext(f"a member of the enum {name[:100]!r} needs a live member of it at the same place")
 
 
+class _Generated(tuple[Any, ...]):
+    """A namedtuple made without `collections.namedtuple`, which evaluates source text with the names in it."""
+
+    __slots__ = ()
+    _fields: tuple[str, ...] = ()
+
+    @classmethod
+    def _make(cls, values: Iterable[Any]) -> Any:
+        return tuple.__new__(cls, values)
+
+    def _asdict(self) -> dict[str, Any]:
+        return dict(zip(self._fields, self, strict=True))
+
+    def _replace(self, **changes: Any) -> Any:
+        return self._make({**self._asdict(), **changes}.values())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._asdict().items())})"
+
+
 def _generated(name: str, fields: tuple[str, ...]) -> Any:
-    """A namedtuple class with these names, which have been checked to be plain identifiers."""
-    for word in (name, *fields):
-        if not word.isidentifier() or unicodedata.normalize("NFKC", word) != word or len(word) > 1000:
-            raise ValueError("not the name of a namedtuple or of its field")
-    kind: Any = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc]  # names from the file
-    if kind._fields != fields:
-        raise ValueError("not the fields of a namedtuple")
-    return kind
+    for number, word in enumerate(fields):
+        if not word.isidentifier() or (word.startswith("_") and word != f"_{number}"):  # as rename=True makes them
+            raise ValueError("not the name of a field")
+    if not name.isidentifier() or len(set(fields)) != len(fields):
+        raise ValueError("not a namedtuple")
+    members = {word: property(operator.itemgetter(number)) for number, word in enumerate(fields)}
+    return type(name, (_Generated,), {"__slots__": (), "_fields": fields, **members})
