@@ -20,7 +20,7 @@ BASE = {"errors", "failpoints", "version"}
 BELOW = BASE | {"format"}
 TIERS = BELOW | {"memory", "distributed", "storage"}
 ROOMS_BELOW_SAVING = TIERS | {"state", "catalog", "config", "events"}
-ENGINE_AND_BELOW = ROOMS_BELOW_SAVING | {"saving", "loading", "engine"}
+ENGINE_AND_BELOW = ROOMS_BELOW_SAVING | {"saving", "loading", "engine", "wiring"}
 
 #: room -> what it may import besides itself. Imports go one way:
 #: integrations -> engine -> saving | loading -> memory, distributed, storage -> format, and state stands beside format.
@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "catalog": BELOW | {"storage"},
     "saving": ROOMS_BELOW_SAVING,
     "loading": ROOMS_BELOW_SAVING,
-    "engine": ROOMS_BELOW_SAVING | {"saving", "loading"},
+    "wiring": ROOMS_BELOW_SAVING | {"saving", "loading"},  # the engine's constructor: puts the rooms together
+    "engine": ROOMS_BELOW_SAVING | {"saving", "loading", "wiring"},
     "integrations": ENGINE_AND_BELOW | {TOP},
     "cli": ENGINE_AND_BELOW,
     TOP: ENGINE_AND_BELOW | {"cli"},

@@ -106,7 +106,7 @@ def _views(documents: list[dict[str, Any]]) -> list[Any]:
             document["step"],
             document["name"],
             output.size(document["bytes"]),
-            "good" if document["good"] else f"NOT GOOD ({len(document['problems'])} problems)",
+            "good" if document["good"] else f"NOT GOOD ({len(document['problems'])} problem(s))",
         )
         for document in documents
     ]
