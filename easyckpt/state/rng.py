@@ -1,0 +1,98 @@
+"""The global generators: Python, NumPy (where it is in use), torch's on the CPU and on every CUDA device."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from easyckpt.state.components import Fetch, Ref, Saved, owned
+from easyckpt.state.objects import EncodedComponent
+
+#: The component that every state has without being asked.
+RNG = "easyckpt.rng"
+
+_log = logging.getLogger("easyckpt")
+
+
+class RngComponent(EncodedComponent):
+    """All global generators of this process; always this rank's own."""
+
+    kind = "rng"
+    apply_order = 9  # restoring other components may draw
+
+    def __init__(self, name: str = RNG) -> None:
+        super().__init__(name, None)
+
+    @override
+    def value(self) -> Any:
+        value: dict[str, Any] = {"python": _python_state(), "torch": torch.get_rng_state()}
+        if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
+            value["numpy"] = _numpy_state(numpy)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Seed and offset lie on the host: reading them waits for nothing and wakes no device.
+            value["cuda"] = [generator.get_state() for generator in torch.cuda.default_generators]
+        return value
+
+    @override
+    def check(self, saved: Saved, *, strict: bool) -> list[str]:
+        value = saved.decode(saved.dynamic)
+        words = value.get("python", {}).get("words") if isinstance(value, dict) else None
+        if not isinstance(words, Ref) or words.leaf.shape != (len(random.getstate()[1]),):
+            raise saved.damaged("the state of Python's generator is missing")
+        state = value.get("torch")
+        if not isinstance(state, Ref) or state.leaf.shape != tuple(torch.get_rng_state().shape):
+            raise saved.damaged("the state of torch's generator is missing")
+        return []
+
+    @override
+    def apply(self, saved: Saved, fetch: Fetch, *, strict: bool) -> None:
+        value = saved.decode(saved.dynamic, owned(saved, fetch, "cpu"))
+        python = value["python"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        torch.set_rng_state(value["torch"])
+        if "numpy" in value:
+            _set_numpy_state(value["numpy"])
+        if "cuda" in value:
+            _set_cuda_states(value["cuda"])
+
+
+def _python_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+
+
+def _numpy_state(numpy: Any) -> dict[str, Any]:
+    state: dict[str, Any] = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] == "MT19937":
+        words = torch.from_numpy(state["state"]["key"].astype(numpy.int64))
+        state = {**state, "state": {**state["state"], "key": words}}
+    return state
+
+
+def _set_numpy_state(state: dict[str, Any]) -> None:
+    import numpy as np  # noqa: PLC0415  (only where the saved job had it in use)
+
+    key = state["state"].get("key")
+    if isinstance(key, torch.Tensor):
+        words = np.array(key.tolist(), dtype=np.uint32)
+        state = {**state, "state": {**state["state"], "key": words}}
+    np.random.set_state(state)
+
+
+def _set_cuda_states(states: list[torch.Tensor]) -> None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if len(states) > count:
+        _log.warning(
+            "the checkpoint holds generators of %d CUDA devices and %d are here: the others' are not restored",
+            len(states),
+            count,
+        )
+    if count:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    for generator, state in zip(torch.cuda.default_generators, states, strict=False):
+        generator.set_state(state)
