@@ -6,7 +6,8 @@
     ├── ConfigError (ValueError)        a setting or an argument is wrong; names the field
     ├── UsageError                      a call that cannot be right at this moment (closed, wrong order)
     │   ├── StepError                   the step went backwards, or is not a number of finished steps
-    │   └── NotLoaded                   first save into a root that holds checkpoints, without a load()
+    │   ├── NotLoaded                   first save into a root that holds checkpoints, without a load()
+    │   └── NoCheckpoint                the step that was asked for is not there
     ├── StateError                      the user's objects
     │   ├── UnsupportedValue            a leaf that the format cannot hold exactly; names the path
     │   ├── StateMismatch               a checkpoint does not fit the live objects; nothing was applied
@@ -50,6 +51,10 @@ class StepError(UsageError):
 
 class NotLoaded(UsageError):
     """The first save went into a root that holds checkpoints, and load() was never called."""
+
+
+class NoCheckpoint(UsageError):
+    """The checkpoint that was asked for is not there."""
 
 
 class StateError(EasyckptError):

@@ -262,6 +262,10 @@ class EventLog:
             if key in self._reasons or len(self._reasons) < _RECENT:
                 self._reasons[key] = self._reasons.get(key, 0) + 1
 
+    def set_sink(self, sink: Callable[[bytes], None]) -> None:
+        """Where events go from now on, those emitted before included."""
+        self._sink = sink
+
     def blocked(self, seconds: float) -> None:
         """Add to the time that the training thread was held up."""
         with self._lock:

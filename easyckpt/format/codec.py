@@ -227,5 +227,12 @@ def _no_tensor(number: int) -> Any:
 
 def path_text(path: Path) -> str:
     """Return `path` for people and as a key in a shard: ``model.layers.0.weight``. Not always unique."""
-    text = ".".join(key if type(key) is str else repr(key) for key in path)
+    text = ".".join(key if type(key) is str else _key_text(key) for key in path)
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _key_text(key: Key) -> str:
+    try:
+        return repr(key)
+    except ValueError:  # an int with more digits than Python prints
+        return dumps(encode_plain(key)).decode("ascii")

@@ -69,21 +69,20 @@ def _opened(path: str, user_only: bool) -> Iterator[tuple[int, os.stat_result] |
 def _stable_header(fd: int, found: os.stat_result, path: str) -> header.Header | None:
     """The verified header, or None when the slot is not sealed or changed while it was read."""
     page = os.pread(fd, HEADER_BYTES, 0)
-    try:
-        sealed = header.parse_sealed(page, found.st_size, path)
-    except DamagedCheckpoint:
-        if _word_at(fd) != page[header.WORD_OFFSET : header.BODY_OFFSET]:
-            return None  # torn by its writer, not damaged
-        raise
-    return sealed if sealed is not None and _unchanged(fd, sealed) else None
-
-
-def _word_at(fd: int) -> bytes:
-    return os.pread(fd, 8, header.WORD_OFFSET)
+    while True:
+        try:
+            sealed = header.parse_sealed(page, found.st_size, path)
+        except DamagedCheckpoint:
+            again = os.pread(fd, HEADER_BYTES, 0)
+            if again == page:
+                raise
+            page = again  # torn by its writer while it was read, not damaged
+            continue
+        return sealed if sealed is not None and _unchanged(fd, sealed) else None
 
 
 def _unchanged(fd: int, sealed: header.Header) -> bool:
-    return _word_at(fd) == header.sealed_word(sealed.sequence)
+    return os.pread(fd, 8, header.WORD_OFFSET) == header.sealed_word(sealed.sequence)
 
 
 def peek(path: str, *, user_only: bool = True) -> SlotMeta | None:

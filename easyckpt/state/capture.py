@@ -154,7 +154,11 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 def _look(tensors: list[torch.Tensor]) -> tuple[tuple[list[Any], ...], list[int]]:
-    """(shape, strides and dtype of all, data pointer of all), each in one call of C."""
+    """(shape, strides and dtype of all, data pointer of all), each in one call of C.
+
+    Shapes and strides as hashes: tens of thousands of tuples held at once make the garbage collector walk the heap.
+    """
     with torch._C.DisableTorchFunctionSubclass():
-        shapes, dtypes = list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors))
-        return (shapes, list(map(torch.Tensor.stride, tensors)), dtypes), list(map(torch.Tensor.data_ptr, tensors))
+        shapes = list(map(hash, map(_SHAPE, tensors)))
+        strides = list(map(hash, map(torch.Tensor.stride, tensors)))
+        return (shapes, strides, list(map(_DTYPE, tensors))), list(map(torch.Tensor.data_ptr, tensors))

@@ -51,14 +51,18 @@ class RngComponent(EncodedComponent):
 
     @override
     def apply(self, saved: Saved, fetch: Fetch, *, strict: bool) -> None:
-        value = saved.decode(saved.dynamic, owned(saved, fetch, "cpu"))
-        python = value["python"]
-        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        torch.set_rng_state(value["torch"])
-        if "numpy" in value:
-            _set_numpy_state(value["numpy"])
-        if "cuda" in value:
-            _set_cuda_states(value["cuda"])
+        put_back(saved.decode(saved.dynamic, owned(saved, fetch, "cpu")))
+
+
+def put_back(value: dict[str, Any]) -> None:
+    """Set all global generators to what `RngComponent.value` has returned."""
+    python = value["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    torch.set_rng_state(value["torch"])
+    if "numpy" in value:
+        _set_numpy_state(value["numpy"])
+    if "cuda" in value:
+        _set_cuda_states(value["cuda"])
 
 
 def _python_state() -> dict[str, Any]:

@@ -154,17 +154,14 @@ class Lease:
 
         `on_wait` hears what is waited for. Raises RootInUse, which names the owner, as soon as a sign of life is seen.
         """
-        for _ in range(_MAX_ROUNDS):
-            if self._held:
-                return
-            seen = self._look()
-            if seen is None:
-                if self._storage.link_exclusive(layout.LEASE, self._fresh().to_bytes()):
-                    failpoints.hit(CREATED)
-                    self._begin()
-                continue
-            if self._proven_dead(seen.owner) or self._silent(seen, on_wait or (lambda message: None)):
-                self._take_over(seen)
+        try:
+            for _ in range(_MAX_ROUNDS):
+                if self._held:
+                    return
+                self._try_acquire(on_wait or (lambda message: None))
+        finally:
+            if not self._held:
+                self._end()
         raise RootInUse(f"{self._storage.root}: other jobs keep creating and removing its lease; try again")
 
     def renew(self) -> None:
@@ -204,9 +201,14 @@ class Lease:
 
     # -- inside
 
-    def _begin(self) -> None:
-        self._held = True
-        _living[self._record.token] = self
+    def _try_acquire(self, on_wait: Callable[[str], None]) -> None:
+        seen = self._look()
+        if seen is not None:
+            if self._proven_dead(seen.owner) or self._silent(seen, on_wait):
+                self._take_over(seen)
+        elif self._storage.link_exclusive(layout.LEASE, self._fresh().to_bytes()):
+            failpoints.hit(CREATED)
+            self._held = True
 
     def _end(self) -> None:
         self._held = False
@@ -214,7 +216,9 @@ class Lease:
 
     def _fresh(self) -> LeaseRecord:
         """A record under a new token: each token is an owner once, so that it has one successor at most."""
+        _living.pop(self._record.token, None)
         self._record = replace(self._record, token=secrets.token_hex(16), renewed=0, time=self._clock.time())
+        _living[self._record.token] = self  # before anybody can see it
         return self._record
 
     def _look(self) -> _Seen | None:
@@ -286,7 +290,7 @@ class Lease:
             return
         self._storage.replace(layout.LEASE, claim)
         failpoints.hit(TAKEN)
-        self._begin()
+        self._held = True
         for token in seen.tokens:
             with contextlib.suppress(FileNotFoundError):
                 self._storage.remove(_successor_file(token))

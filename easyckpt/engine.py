@@ -1,0 +1,344 @@
+"""Checkpointer: what users hold in their hands. It wires the rooms and does no I/O itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from easyckpt import ending, wiring
+from easyckpt.config import CheckpointConfig, resolve
+from easyckpt.errors import EasyckptError, PartlyApplied, StepError, UsageError
+from easyckpt.events import EventLog, Restored as RestoredEvent, Stats, Warned
+from easyckpt.format import layout
+from easyckpt.loading.loader import Loader, Restored, restore_read_only
+from easyckpt.saving.emergency import SignalWatcher
+from easyckpt.saving.housekeeper import Housekeeper
+from easyckpt.saving.line import Origin
+from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.saver import Saver
+from easyckpt.state.capture import StateCapture
+from easyckpt.state.data_position import DataPosition
+from easyckpt.state.rng import RNG, RngComponent, put_back
+
+DATA = "easyckpt.data"
+METRICS = "easyckpt.metrics"
+#: Seconds that background threads get to write out logs and let go at the end.
+FAREWELL_SECONDS = 10.0
+
+
+class Checkpointer:
+    """Snapshots training state into host memory, commits it to storage, and restores it bit for bit.
+
+    Args:
+        root: directory of this run's checkpoints; made if it is not there. One job at a time may own it.
+        state: name -> nn.Module, optimizer, LR scheduler, GradScaler, torch.Generator, anything with ``state_dict``
+            and ``load_state_dict``, or a plain dict or list (filled in place on load). Global generators and the
+            position of `batches` are saved without being asked.
+        config: path of a YAML file with settings, or a mapping of them.
+        process_group: the ranks that save together; the default group where one is initialised.
+        settings: every field of CheckpointConfig, by name.
+
+    Raises ConfigError for a wrong setting, UnsupportedValue for a state that cannot be kept exactly, RootInUse when
+    another job owns the root, UsageError for WORLD_SIZE > 1 without a process group.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        process_group: Any = None,
+        **settings: Any,
+    ) -> None:
+        self._pid = os.getpid()
+        self._config = resolve(settings, config)
+        audit = self._config.audit
+        path = audit.root if audit is not None and audit.root is not None else os.fspath(root)
+        ranks, channel, mailbox = wiring.meet(process_group, self._config)
+        self._metrics, self._position = Metrics(), DataPosition()
+        capture = StateCapture(
+            dict(state),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            extra={RNG: RngComponent(), DATA: self._position, METRICS: self._metrics},
+        )
+        self._events = EventLog(ranks.rank, None, self._config.log_file_path)
+        opened, ranks = wiring.open_root(path, self._config, ranks, channel, self._events)
+        self._opened, self._ranks, self._channel = opened, ranks, channel
+        try:
+            wiring.reserve(capture, opened.arena, self._config)
+            self._parts = wiring.join(
+                opened,
+                config=self._config,
+                ranks=ranks,
+                channel=channel,
+                mailbox=mailbox,
+                capture=capture,
+                scalers=[value for value in state.values() if isinstance(value, torch.amp.GradScaler)],
+                events=self._events,
+                metrics=self._metrics,
+            )
+        except BaseException:
+            opened.arena.close(remove=False)
+            raise
+        if self._config.events:
+            log = layout.events_file(ranks.rank)
+            self._events.set_sink(lambda data: opened.storage.append(log, data))
+        self._housekeeper = Housekeeper(
+            self._events,
+            self._metrics if ranks.rank == 0 else None,
+            opened.storage,
+            lease=opened.lease,
+            lease_interval=self._config.lease_interval,
+            on_lease_lost=self._parts.coordinator.fail,
+        )
+        self._saver = Saver(self._parts)
+        self._loader = Loader(
+            storage=opened.storage,
+            naming=self._parts.naming,
+            arena=opened.arena,
+            channel=channel,
+            ranks=ranks,
+            run=opened.run,
+            arena_id=opened.arena_id,
+            capture=capture,
+            timeout=self._config.peer_timeout,
+            submit=self._parts.flusher.submit,
+            emit=self._events.emit,
+        )
+        self._step = -1
+        self._generators: Any = None
+        self._broken: EasyckptError | None = None
+        self._closed = False
+        self._watches_preempted = False
+        self._signals = self._watch_signals()
+        ending.watch(self)
+
+    def load(
+        self, *, step: int | None = None, strict: bool = True, components: Collection[str] | None = None
+    ) -> Restored:
+        """Restore the newest state that is whole on all ranks, from memory or from storage.
+
+        Args:
+            step: this step and no other; where it cannot be had, DamagedCheckpoint or NoCheckpoint.
+            strict: refuse components and names that only the checkpoint or only the live state has.
+            components: restore these only.
+
+        Returns what was restored; ``step`` 0 and ``tier`` None where there was nothing. Nothing on disk changes, and
+        none of your objects, before all ranks have verified all that they will apply. Raises StateMismatch,
+        WorldSizeChanged, DamagedCheckpoint (nothing was applied) or PartlyApplied (build the objects anew).
+        """
+        self._check_open()
+        begun = time.perf_counter()
+        if self._saver.identity is not None:
+            self._saver.wait(None)
+        try:
+            outcome = self._loader.load(step=step, strict=strict, components=components)
+        except PartlyApplied as error:
+            self._broken = error
+            raise
+        restored = dataclasses.replace(outcome.restored, metrics=dict(self._metrics.latest))
+        seconds = time.perf_counter() - begun
+        explicit = step is not None
+        adopted = (str(restored.timeline), restored.step) if restored.tier == "memory" else None
+        self._saver.go_on_from(
+            Origin(restored.step, restored.timeline, explicit), adopted=adopted, committed=outcome.newest_committed
+        )
+        self._step = restored.step if restored.tier is not None else -1
+        self._generators = RngComponent().value()
+        self._metrics.remember(restored.step)
+        self._events.emit(
+            RestoredEvent(
+                step=restored.step, tier=restored.tier or "none", steps_lost=outcome.steps_lost, seconds=seconds
+            )
+        )
+        if restored.tier is None:
+            self._events.emit(Warned(message=f"nothing to restore in {self._opened.storage.root}: starting at step 0"))
+        return restored
+
+    def save_if_needed(self, step: int) -> None:
+        """Snapshot and flush as the intervals say. `step` is the number of finished steps, the same on all ranks.
+
+        Returns without waiting for any copy to storage. May skip, which is counted. Raises what a background save
+        has failed with, at the same step on all ranks.
+        """
+        if self._inert():
+            return
+        begun = time.perf_counter()
+        self._check_step(step)
+        due = step % self._config.save_storage_interval == 0
+        if step != self._step and (due or step % self._config.save_mem_interval == 0):
+            self._saver.snapshot(step, due=due)
+        self._step = step
+        stager = self._parts.stager
+        hook, stager.blocked_in_hook = stager.blocked_in_hook, 0.0
+        self._events.blocked(time.perf_counter() - begun + hook)
+
+    def save(self, step: int, *, wait: bool = False) -> Future[int]:
+        """Save `step` for certain: waits for a slot, never skips.
+
+        The Future resolves to the step when it is durable on all ranks, or holds SaveFailed or OutcomeUnknown; with
+        `wait` that is waited for and raised. A step that is committed already resolves at once.
+        """
+        if self._inert():
+            raise UsageError("a forked child cannot save: only the process that made the Checkpointer can")
+        self._check_step(step)
+        future = self._saver.save(step)
+        self._step = step
+        if wait:
+            future.result(self._config.commit_timeout + self._config.peer_timeout)
+        return future
+
+    def batches(self, loader: Any, epoch: int, name: str = "train") -> Iterator[Any]:
+        """Iterate the batches of `epoch` that were not consumed yet; yields nothing for a finished epoch.
+
+        A batch counts as consumed when it is yielded, however far the loader has read ahead. After a load the
+        consumed ones are skipped, and the generators are put back at the first batch that is fetched.
+        """
+        return self._position.batches(loader, epoch, name, self._restore_generators)
+
+    def log(self, **metrics: Any) -> None:
+        """Keep `metrics` with the next `save_if_needed`; tensors are read later, without holding the GPU up."""
+        if not self._inert():
+            self._metrics.log(metrics)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every flush so far has ended; raises what went wrong, TimeoutError after `timeout` seconds."""
+        self._check_open()
+        self._saver.wait(timeout)
+
+    def stats(self) -> Stats:
+        """Counters since the construction: events by kind, blocked seconds, bytes, newest steps."""
+        return self._events.stats()
+
+    @property
+    def preempted(self) -> bool:
+        """A signal has come to some rank: end the loop cleanly.
+
+        A program that looks here is given until the signal's deadline to end by itself.
+        """
+        self._watches_preempted = True
+        return self._parts.coordinator.preempted
+
+    def close(self) -> None:
+        """Commit the newest snapshot and let go of everything. Raises what is not durable, whatever the policy."""
+        if self._inert() or self._closed:
+            return
+        self._closed = True
+        coordinator = self._parts.coordinator
+        failures: list[BaseException] = []
+        for action in (
+            lambda: self._parts.stager.end_window("close"),
+            lambda: coordinator.close(self._config.close_timeout),
+        ):
+            try:
+                action()
+            except EasyckptError as error:
+                failures.append(error)
+        if self._broken is not None:
+            failures.clear()  # nothing was saved since, and that was raised before
+        self._let_go(remove_arena=not failures and self._saver.all_committed())
+        if failures:
+            raise failures[0]
+
+    def abandon(self) -> None:
+        """End after an exception: start nothing new, drain for a bounded time, keep what is in memory."""
+        if self._inert() or self._closed:
+            return
+        self._closed = True
+        try:
+            self._saver.lose_window()
+            if not self._parts.coordinator.abort(self._config.exception_drain_timeout):
+                self._events.emit(Warned(message="a flush was still running when the job ended in an exception"))
+        except KeyboardInterrupt:
+            self._events.emit(Warned(message="interrupted again: what was being flushed is abandoned"))
+        self._let_go(remove_arena=False)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self.close()
+        else:
+            self.abandon()
+
+    def _let_go(self, *, remove_arena: bool) -> None:
+        ending.forget(self)
+        if self._signals is not None:
+            self._signals.stop()
+        self._parts.stager.close()
+        self._parts.flusher.stop(FAREWELL_SECONDS)
+        self._housekeeper.stop(FAREWELL_SECONDS)
+        if self._opened.lease is not None:
+            try:
+                self._opened.lease.release()
+            except (EasyckptError, OSError) as error:
+                self._events.emit(Warned(message=f"giving the lease back failed: {error}"))
+        self._opened.arena.close(remove=remove_arena)
+        self._channel.close()
+        self._parts.mailbox.close()
+        self._events.close()
+
+    def _inert(self) -> bool:
+        """In a forked child (a loader's worker) nothing is ours."""
+        return os.getpid() != self._pid
+
+    def _check_open(self) -> None:
+        if self._inert():
+            raise UsageError("a forked child cannot use its parent's Checkpointer")
+        if self._closed:
+            raise UsageError("this Checkpointer is closed")
+
+    def _check_step(self, step: int) -> None:
+        self._check_open()
+        if self._broken is not None:
+            raise UsageError(f"saving is refused, the state is only partly restored: {self._broken}")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise StepError(f"step must be the number of finished steps (0, 1, 2, ...), not {step!r}")
+        if step < self._step:
+            raise StepError(f"step {step} comes after step {self._step}: steps go backwards only by load(step=...)")
+        self._parts.coordinator.raise_failure(step)
+
+    def _restore_generators(self) -> None:
+        if self._generators is not None:
+            put_back(self._generators)
+
+    def _watch_signals(self) -> SignalWatcher | None:
+        if not self._config.signals:
+            return None
+        if threading.current_thread() is not threading.main_thread():
+            message = "signals are not watched: the Checkpointer was not made on the main thread"
+            self._events.emit(Warned(message=message))
+            return None
+        coordinator = self._parts.coordinator
+        return SignalWatcher(
+            self._config.signals,
+            deadline=self._config.signal_deadline,
+            announce=coordinator.announce_emergency,
+            wait=coordinator.emergency_over.wait,
+            takes_over=lambda: self._watches_preempted,
+        )
+
+
+def restore(root: str | os.PathLike[str], state: Mapping[str, Any], *, step: int | None = None) -> Restored:
+    """Restore `state` from the newest (or the given) committed step of `root`, read-only.
+
+    For evaluation beside a running job: no lease, no shared memory, nothing on disk changes, and this process's
+    generators stay as they are. Raises what Checkpointer.load raises.
+    """
+    return restore_read_only(os.fspath(root), state, step=step)
+
+
+__all__ = ["CheckpointConfig", "Checkpointer", "Restored", "restore"]

@@ -1,0 +1,194 @@
+"""The loading half of a Checkpointer: which candidates there are, and restoring the first that all ranks find whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from easyckpt import catalog
+from easyckpt.distributed.agree import done_by_rank_0
+from easyckpt.distributed.ranks import Ranks
+from easyckpt.distributed.rendezvous import Channel, LocalChannel
+from easyckpt.errors import DamagedCheckpoint, ForeignFormat, NoCheckpoint
+from easyckpt.events import Event, Warned
+from easyckpt.format.layout import NamingScheme, NativeNaming
+from easyckpt.loading.apply import restore_agreed
+from easyckpt.loading.reader import Submit, open_storage, run_now
+from easyckpt.loading.resolve import Candidate, candidates
+from easyckpt.loading.snapshot import Snapshot, open_memory
+from easyckpt.memory.arena import Arena
+from easyckpt.memory.slot import SlotMeta
+from easyckpt.state.apply import apply_all, check_all
+from easyckpt.state.capture import StateCapture
+from easyckpt.storage.base import Storage
+from easyckpt.storage.local import LocalStorage
+
+logger = logging.getLogger("easyckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a load has restored."""
+
+    step: int
+    """Finished steps of the restored state; 0 where there was nothing."""
+    tier: Literal["memory", "storage"] | None
+    """Where it came from; None where there was nothing."""
+    path: str | None
+    """The checkpoint's directory; None from memory or from nothing."""
+    world_size: int
+    """Ranks that saved it (or, from nothing, that are here)."""
+    timeline: str | None
+    """The line of training that it belongs to."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Newest logged metrics at that step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A load's result for the engine."""
+
+    restored: Restored
+    newest_committed: int
+    """Newest committed step of the line that was loaded from; -1: none."""
+    steps_lost: int
+    """Steps between the newest candidate and the restored one."""
+
+
+class Loader:
+    """See the module's docstring. All methods belong to the training thread; all ranks call them."""
+
+    def __init__(
+        self,
+        *,
+        storage: Storage,
+        naming: NamingScheme,
+        arena: Arena,
+        channel: Channel,
+        ranks: Ranks,
+        run: str,
+        arena_id: str,
+        capture: StateCapture,
+        timeout: float,
+        submit: Submit,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._storage, self._naming = storage, naming
+        self._arena, self._channel, self._ranks = arena, channel, ranks
+        self._run, self._arena_id = run, arena_id
+        self._capture, self._timeout, self._submit, self._emit = capture, timeout, submit, emit
+
+    def load(self, *, step: int | None, strict: bool, components: Collection[str] | None) -> Outcome:
+        """Restore the newest candidate (or `step`) that is whole on all ranks. Raises as Checkpointer.load does."""
+        found, committed = self._candidates(step)
+        if step is not None and not found:
+            raise NoCheckpoint(f"{self._storage.root} holds no step {step} on the current line of training")
+        live = self._capture.components
+        taken = restore_agreed(
+            self._channel,
+            found,
+            self._open,
+            lambda snapshot: check_all(
+                live, snapshot.layout, snapshot.layout.trees, snapshot.objects, strict=strict, components=components
+            ),
+            lambda snapshot: apply_all(
+                live,
+                snapshot.layout,
+                snapshot.layout.trees,
+                snapshot.objects,
+                snapshot.leaf,
+                strict=strict,
+                components=components,
+            ),
+            timeout=self._timeout,
+            skipped=self._passed_over,
+        )
+        if taken is None:
+            return Outcome(Restored(0, None, None, self._ranks.world_size, None), -1, 0)
+        path = os.path.join(self._storage.root, taken.source) if taken.tier == "storage" else None
+        restored = Restored(taken.step, taken.tier, path, self._ranks.world_size, taken.timeline)
+        return Outcome(restored, committed, max(candidate.step for candidate in found) - taken.step)
+
+    def _candidates(self, step: int | None) -> tuple[list[Candidate], int]:
+        """Rank 0's list of candidates for all, and the newest committed step on the line."""
+        own = [[meta.timeline, meta.step] for meta in self._arena.sealed()]
+        held = self._channel.exchange("sealed in memory", own, self._timeout)
+        everywhere = {tuple(key) for key in own}.intersection(*({tuple(key) for key in keys} for keys in held))
+        memory = [meta for meta in self._arena.sealed() if (meta.timeline, meta.step) in everywhere]
+
+        def work() -> dict[str, Any]:
+            return self._list(memory, step)
+
+        answer = done_by_rank_0(self._channel, self._ranks, "candidates", work, self._timeout)
+        return [Candidate.from_json(value) for value in answer["candidates"]], int(answer["committed"])
+
+    def _list(self, memory: Sequence[SlotMeta], step: int | None) -> dict[str, Any]:
+        record = catalog.read_root(self._storage)
+        found = catalog.scan(self._storage, self._naming)
+        listed = candidates(found, record, memory, run=self._run, arena_id=self._arena_id, step=step)
+        every = candidates(found, record, (), run=self._run, arena_id=self._arena_id)
+        names = {entry.name for entry in found.committed()}
+        committed = max((candidate.step for candidate in every if candidate.source in names), default=-1)
+        return {"candidates": [candidate.to_json() for candidate in listed], "committed": committed}
+
+    def _open(self, candidate: Candidate) -> Snapshot:
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        if candidate.tier == "memory":
+            view = self._arena.view(candidate.step, candidate.timeline)
+            return open_memory(view, rank=rank, world_size=world_size, where=self._arena.directory)
+        return open_storage(
+            self._storage,
+            candidate.source,
+            rank=rank,
+            world_size=world_size,
+            attempt=candidate.attempt,
+            submit=self._submit,
+        )
+
+    def _passed_over(self, candidate: Candidate, reason: str) -> None:
+        self._emit(Warned(step=candidate.step, message=f"{candidate} cannot be restored and is passed over: {reason}"))
+
+
+def restore_read_only(root: str, state: Mapping[str, Any], *, step: int | None) -> Restored:
+    """Restore `state` from storage without owning anything. See `easyckpt.restore`."""
+    storage = LocalStorage(root)
+    record = catalog.read_root(storage)
+    if record is None:
+        raise ForeignFormat(f"{root} is not a checkpoint root: it has no easyckpt.json")
+    found = catalog.scan(storage, NativeNaming())
+    listed = candidates(found, record, (), run=record.run, arena_id="", step=step)
+    if not listed:
+        raise NoCheckpoint(f"{root} holds no checkpoint" if step is None else f"{root} holds no step {step}")
+    capture = StateCapture(dict(state))
+    names = set(state)
+    metrics: dict[str, Any] = {}
+    world_size = 1
+
+    def open_candidate(candidate: Candidate) -> Snapshot:
+        nonlocal world_size
+        world_size = catalog.read_manifest(storage, candidate.source).world_size
+        # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
+        return open_storage(storage, candidate.source, rank=0, world_size=world_size, attempt=candidate.attempt, submit=run_now)
+
+    def apply(snapshot: Snapshot) -> None:
+        metrics.update(snapshot.metrics)
+        layout = snapshot.layout
+        apply_all(capture.components, layout, layout.trees, snapshot.objects, snapshot.leaf, components=names)
+
+    taken = restore_agreed(
+        LocalChannel(),
+        listed,
+        open_candidate,
+        lambda snapshot: check_all(
+            capture.components, snapshot.layout, snapshot.layout.trees, snapshot.objects, components=names
+        ),
+        apply,
+        timeout=1.0,
+    )
+    if taken is None:
+        raise DamagedCheckpoint(f"{root}: nothing could be restored")
+    path = os.path.join(storage.root, taken.source)
+    return Restored(taken.step, "storage", path, world_size, taken.timeline, metrics)

@@ -1,0 +1,126 @@
+"""The commit protocol from the reports of all ranks to a checkpoint that is real. Reads from top to bottom as it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from easyckpt import catalog, failpoints
+from easyckpt.errors import NotShared, OutcomeUnknown, SaveFailed
+from easyckpt.format import layout
+from easyckpt.format.manifest import FileRecord, Manifest
+from easyckpt.saving.messages import Flush
+from easyckpt.storage.base import Storage
+
+logger = logging.getLogger("easyckpt")
+
+REPORTED = failpoints.declare("commit.reported", "all ranks have reported, nothing of the commit has begun")
+MANIFEST_WRITTEN = failpoints.declare("commit.manifest.written", "manifest written and fsynced, its directory not")
+RENAME_BEFORE = failpoints.declare("commit.rename.before", "all durable under the temporary name")
+RENAME_AFTER = failpoints.declare("commit.rename.after", "renamed, the parent directory not fsynced")
+DURABLE = failpoints.declare("commit.durable", "committed, `latest` still names the one before")
+LATEST_AFTER = failpoints.declare("commit.latest.after", "committed, `latest` rewritten, retention not yet run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitContext:
+    """What a commit needs to know beside the reports."""
+
+    storage: Storage
+    naming: layout.NamingScheme
+    check_lease: Callable[[], None]
+    """Raises LeaseLost when this job does not own the root any more."""
+
+
+def commit(context: CommitContext, flush: Flush, files: Mapping[str, tuple[int, str]], manifest: Manifest) -> int:
+    """Make `flush` real. Returns the bytes committed.
+
+    Raises SaveFailed, NotShared, LeaseLost or OSError when it certainly is not, OutcomeUnknown when it may be.
+    """
+    storage, naming = context.storage, context.naming
+    temporary, final = naming.temporary(flush.step, flush.attempt), naming.committed(flush.step)
+    failpoints.hit(REPORTED)
+    _check_files(storage, temporary, files)
+    _make_way(storage, final, flush)
+    context.check_lease()
+    with storage.create(f"{temporary}/{layout.MANIFEST}") as file:
+        data = manifest.to_bytes()
+        file.write_at(memoryview(data), 0)
+        file.sync()
+    failpoints.hit(MANIFEST_WRITTEN)
+    storage.sync_dir(temporary)
+    failpoints.hit(RENAME_BEFORE)
+    context.check_lease()
+    storage.rename(temporary, final)
+    try:
+        failpoints.hit(RENAME_AFTER)
+        storage.sync_dir("")
+    except OSError as error:
+        raise OutcomeUnknown(
+            f"step {flush.step}: {os.path.join(storage.root, final)} was renamed into place, but making the rename "
+            f"durable failed ({error}); it is whole now and may be gone after a power cut"
+        ) from error
+    _point_to(storage, final)
+    return sum(size for size, _ in files.values()) + len(data)
+
+
+def build_manifest(
+    flush: Flush,
+    files: Mapping[str, tuple[int, str]],
+    *,
+    run: str,
+    timeline: str,
+    world_size: int,
+    parent: str | None,
+    metrics: Mapping[str, float],
+) -> Manifest:
+    """The commit record of `flush`."""
+    return Manifest(
+        run=run,
+        timeline=timeline,
+        step=flush.step,
+        world_size=world_size,
+        attempt=flush.attempt,
+        created=time.time(),
+        parent=parent,
+        files={name: FileRecord(size=size, digest=digest) for name, (size, digest) in files.items()},
+        metrics=dict(metrics),
+    )
+
+
+def _check_files(storage: Storage, temporary: str, files: Mapping[str, tuple[int, str]]) -> None:
+    for name, (size, _) in files.items():
+        try:
+            found = storage.stat_size(f"{temporary}/{name}")
+        except FileNotFoundError:
+            raise NotShared(
+                f"{name} was written by its rank but is not in {os.path.join(storage.root, temporary)} as seen by "
+                "rank 0: is the checkpoint root on a file system that all nodes share?"
+            ) from None
+        if found != size:
+            raise SaveFailed(f"{temporary}/{name} has {found} bytes, its rank has written {size}")
+
+
+def _make_way(storage: Storage, final: str, flush: Flush) -> None:
+    """Move a damaged directory of the same name aside; a valid one is never touched."""
+    if not storage.exists(final):
+        return
+    entry = catalog.inspect(storage, final)
+    if entry.problem is None:
+        raise SaveFailed(f"{final} is already a valid checkpoint; it is not overwritten")
+    logger.warning("%s is damaged (%s) and is moved to trash", final, entry.problem)
+    storage.rename(final, layout.trash_dir(final, flush.attempt))
+    storage.sync_dir("")
+
+
+def _point_to(storage: Storage, final: str) -> None:
+    """Rewrite the hint. The checkpoint is durable by now: a failure here must not be reported as one."""
+    try:
+        failpoints.hit(DURABLE)
+        storage.replace(layout.LATEST, (final + "\n").encode())
+        failpoints.hit(LATEST_AFTER)
+    except OSError as error:
+        logger.warning("%s is committed; rewriting %r failed: %s", final, layout.LATEST, error)

@@ -1,0 +1,471 @@
+"""The background thread by which the ranks agree: what is sealed everywhere, what is flushed, how it ended.
+
+The training thread only leaves word here (`sealed`, `due`) and picks up failures; it never waits for this thread
+under the default policy. Rank 0's thread also runs the `Leader`. All I/O of the storage tier is the flusher's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from easyckpt.config import CheckpointConfig
+from easyckpt.distributed.mailbox import Mailbox
+from easyckpt.distributed.ranks import Ranks
+from easyckpt.errors import EasyckptError, OutcomeUnknown, PeerTimeout, SaveError, SaveFailed
+from easyckpt.events import Event, FlushBegun, FlushCommitted, FlushFailed, FlushSkipped
+from easyckpt.memory.arena import Arena
+from easyckpt.memory.slot import SlotMeta, SlotView
+from easyckpt.saving.flusher import Flusher
+from easyckpt.saving.leader import Due, Leader, LeaderPolicy, Work
+from easyckpt.saving.messages import Board, Decision, Flush, Post, Report, dump, load_board, load_post
+
+logger = logging.getLogger("easyckpt")
+
+QUICK_POLL_SECONDS = 0.001
+SLOW_POLL_SECONDS = 0.05
+LEAVE_TIMEOUT_SECONDS = 10.0
+
+
+class Coordinator:
+    """See the module's docstring. `lock` guards everything shared with the training thread; no I/O happens under it."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        mailbox: Mailbox,
+        arena: Arena,
+        flusher: Flusher,
+        config: CheckpointConfig,
+        *,
+        incarnation: str,
+        emit: Callable[[Event], None],
+        committed_by: Callable[[Flush], bool],
+    ) -> None:
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.floor = -1
+        self.committed = -1
+        self.emergency_over = threading.Event()
+        self.preempted = False
+        self._signalled = False
+        self._timeline: str | None = None
+        self._adopted: tuple[str, int] | None = None
+        self._ranks, self._mailbox, self._arena, self._flusher = ranks, mailbox, arena, flusher
+        self._config, self._emit, self._committed_by = config, emit, committed_by
+        self._leader = _make_leader(ranks, config, incarnation) if ranks.rank == 0 else None
+        self._post = Post()
+        self._posted: Post | None = None
+        self._board = Board()
+        self._published: Board | None = None
+        self._waiting: dict[int, Future[int]] = {}
+        self._held: dict[int, int] = {}
+        self._joined: tuple[str, threading.Event] | None = None
+        self._stages: set[str] = set()
+        self._jobs: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = []
+        self._failures_in_a_row = 0
+        self._failure: tuple[int, EasyckptError] | None = None
+        self._error: EasyckptError | None = None
+        self._left = False
+        self._wake = threading.Event()
+        self._moved = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="easyckpt-coordinator", daemon=True)
+        self._thread.start()
+
+    # -- called by the training thread ---------------------------------------------------------------------------
+
+    def begin_line(self, timeline: str | None, *, committed: int, adopted: tuple[str, int] | None) -> None:
+        """A line of training begins.
+
+        `timeline` is None while nothing was saved on it; `committed` is the newest committed step on it (-1: none);
+        `adopted` is the (timeline, step) of the memory snapshot that it goes on from.
+        """
+        with self.lock:
+            floor = -1 if adopted is None else adopted[1]
+            self._timeline, self._adopted = timeline, adopted
+            self.committed, self.floor = committed, floor
+            line = self._post.line + 1
+            self._post = replace(self._post, line=line, step=max(committed, floor), missing=())
+            if self._leader is not None:
+                self._leader.begin_line(line, committed, floor)
+
+    def sealed(self, step: int) -> None:
+        """This rank's snapshot of `step` is whole and final."""
+        del step  # the arena knows; this is the bell
+        self._wake.set()
+
+    def came_to(self, step: int) -> None:
+        """The training loop has handed over `step`."""
+        with self.lock:
+            self._post = replace(self._post, step=step)
+
+    def due(self, step: int, *, forced: bool) -> Future[int]:
+        """The flush of `step` is due at all ranks. The Future holds the step that was committed, or the reason."""
+        with self.lock:
+            if step <= self.committed:
+                return _resolved(step)
+            if self._error is not None:
+                return _failed(self._error)
+            future = self._waiting.get(step)
+            if future is None:
+                future = self._waiting[step] = Future()
+                self._hold(step)
+                if self._leader is not None:
+                    self._leader.add_due(Due(step, forced))
+        self._wake.set()
+        return future
+
+    def lacks(self, step: int) -> None:
+        """This rank has no snapshot of the due `step` and never will."""
+        with self.lock:
+            if step in self._waiting:
+                self._post = replace(self._post, missing=(*self._post.missing, step))
+        self._wake.set()
+
+    def held(self) -> frozenset[int]:
+        """Steps whose slots must not be reused. Call under `lock`, together with reading `floor`."""
+        return frozenset(self._held)
+
+    def pending(self) -> list[Future[int]]:
+        """Flushes without a decision yet."""
+        with self.lock:
+            return list(self._waiting.values())
+
+    def raise_failure(self, step: int | None) -> None:
+        """Raise what went wrong in the background; `step`: only if every rank raises it at this step or before."""
+        with self.lock:
+            error: EasyckptError | None = self._error
+            if error is None and self._failure is not None and (step is None or step >= self._failure[0]):
+                error, self._failure = self._failure[1], None
+        if error is not None:
+            raise error
+
+    def fail(self, error: EasyckptError) -> None:
+        """Something that ends all saving (a lost lease, lost peers): raised at every call from now on."""
+        with self.changed:
+            self._error = self._error or error
+            self._resolve_all(error)
+            self.changed.notify_all()
+        self._wake.set()
+
+    def announce_emergency(self) -> None:
+        """A signal has come. Takes no lock: may be called while the training thread holds it."""
+        self.preempted = self._signalled = True
+        self._wake.set()
+
+    def close(self, timeout: float) -> None:
+        """Commit the newest snapshot with all ranks. Raises what went wrong, PeerTimeout when ranks do not come."""
+        with self.lock:
+            self._post = replace(self._post, closing=True)
+        self._wake.set()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise PeerTimeout(
+                f"rank {self._ranks.rank}: closing did not end within {timeout:g} s (close_timeout); the newest commit "
+                f"known here is step {self.committed}"
+            )
+        self.raise_failure(None)
+        if self._board.close_error:
+            raise PeerTimeout(self._board.close_error)
+
+    def abort(self, timeout: float) -> bool:
+        """Start nothing new; wait for what runs. False when it did not end in time."""
+        with self.lock:
+            self._post = replace(self._post, aborted=True)
+        self._wake.set()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = QUICK_POLL_SECONDS
+        try:
+            while not self._left:
+                moved = self._turn()
+                pause = QUICK_POLL_SECONDS if moved else min(pause * 1.5, self._longest_pause())
+                if self._wake.wait(pause):
+                    pause = QUICK_POLL_SECONDS
+                self._wake.clear()
+            self._linger()
+        except EasyckptError as error:
+            self._lost(error)
+        except Exception as error:
+            logger.exception("the coordinator thread has failed")
+            self._lost(SaveFailed(f"rank {self._ranks.rank}: the coordinator thread has failed: {error!r}"))
+
+    def _turn(self) -> bool:
+        """One round of listening and speaking; returns whether anything moved."""
+        before = (self._board, self._posted)
+        self._collect_jobs()
+        self._speak()
+        if self._leader is not None:
+            self._lead()
+        data = self._mailbox.board()
+        if data is not None:
+            board = load_board(data)
+            if board != self._board and board.line == self._post.line:
+                self._moved = time.monotonic()
+                self._listen(board)
+        self._check_silence()
+        return (self._board, self._posted) != before
+
+    def _longest_pause(self) -> float:
+        outstanding = self._waiting or self._joined or self._post.closing or self._post.emergency
+        behind = any(meta.step > self.floor for meta in self._sealed_on_line())
+        return SLOW_POLL_SECONDS / 5 if outstanding or behind else SLOW_POLL_SECONDS
+
+    def _speak(self) -> None:
+        with self.lock:
+            sealed = tuple(sorted(meta.step for meta in self._sealed_on_line()))
+            post = self._post = replace(self._post, sealed=sealed, emergency=self._signalled)
+        if post != self._posted:
+            self._mailbox.post(dump(post))
+            self._posted = post
+
+    def _sealed_on_line(self) -> list[SlotMeta]:
+        line = (self._timeline, self._adopted)
+        return [
+            meta for meta in self._arena.sealed() if meta.timeline == line[0] or (meta.timeline, meta.step) == line[1]
+        ]
+
+    def _view(self, step: int) -> SlotView:
+        for meta in self._sealed_on_line():
+            if meta.step == step:
+                return self._arena.view(step, meta.timeline)
+        raise SaveFailed(f"rank {self._ranks.rank} holds no whole snapshot of step {step} any more")
+
+    def _lead(self) -> None:
+        assert self._leader is not None
+        posts = [None if data is None else load_post(data) for data in self._mailbox.posts()]
+        with self.lock:
+            board, works = self._leader.advance(posts, time.monotonic())
+        for work in works:
+            self._start_work(work)
+        if board != self._published:
+            self._mailbox.publish(dump(board))
+            self._published = board
+
+    def _start_work(self, work: Work) -> None:
+        if work.kind == "commit":
+            view = self._view(work.flush.step)
+            future = self._flusher.commit(work, view)
+        else:
+            future = self._flusher.clean_up(work)
+
+        def finish(done: Future[Any]) -> None:
+            assert self._leader is not None
+            result = done.result()
+            with self.lock:
+                self._leader.finished(
+                    work, reason=result.reason, unknown=result.unknown, nbytes=result.nbytes, seconds=result.seconds
+                )
+            if work.kind == "commit" and result.reason is None:
+                self._watch(self._flusher.retain({work.flush.step}), _log_failure)
+
+        self._watch(future, finish)
+
+    def _watch(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
+        self._jobs.append((future, then))
+        future.add_done_callback(lambda _: self._wake.set())
+
+    def _collect_jobs(self) -> None:
+        for job in [job for job in self._jobs if job[0].done()]:
+            self._jobs.remove(job)
+            job[1](job[0])
+
+    def _listen(self, board: Board) -> None:
+        with self.changed:
+            if board.flush is not None:
+                self._hold(board.flush.step, attempt=board.flush.attempt)
+            for decision in board.decisions:
+                if decision.number > self._post.seen:
+                    self._take(decision)
+            self.floor = max(self.floor, board.floor)
+            self.preempted = self.preempted or board.emergency
+            self._board = board
+            self.changed.notify_all()
+        if board.flush is not None:
+            self._join_flush(board.flush)
+        if board.emergency_over:
+            self.emergency_over.set()
+        if board.closed:
+            self._resolve_all(SaveFailed("the job has ended"))
+            self._left = True
+
+    def _hold(self, step: int, attempt: str | None = None) -> None:
+        if attempt is None or self._joined is None or self._joined[0] != attempt:
+            self._held[step] = self._held.get(step, 0) + 1
+
+    def _join_flush(self, flush: Flush) -> None:
+        """Do this rank's part of `flush`: digest, write, or give up."""
+        if self._joined is None or self._joined[0] != flush.attempt:
+            self._joined = (flush.attempt, threading.Event())
+            self._emit(FlushBegun(step=flush.step, attempt=flush.attempt))
+        stage = f"{flush.attempt}/{'digest' if flush.share is None else 'write'}"
+        if flush.abandoned is not None:
+            self._joined[1].set()
+        elif stage not in self._stages:
+            self._stages.add(stage)
+            self._do_stage(flush)
+
+    def _do_stage(self, flush: Flush) -> None:
+        assert self._joined is not None
+        try:
+            view = self._view(flush.step)
+        except EasyckptError as error:
+            self._report(Report(attempt=flush.attempt, error=str(error)))
+            return
+        if flush.share is None:
+            self._watch(
+                self._flusher.digest(view),
+                lambda done: self._report_result(flush, done, lambda: Report(attempt=flush.attempt, digest=done.result())),
+            )
+        else:
+            self._watch(
+                self._flusher.write(flush, view, self._joined[1]),
+                lambda done: self._report_result(flush, done, lambda: Report(attempt=flush.attempt, files=done.result())),
+            )
+
+    def _report_result(self, flush: Flush, done: Future[Any], report: Callable[[], Report]) -> None:
+        error = done.exception()
+        self._report(report() if error is None else Report(attempt=flush.attempt, error=f"{error}"))
+
+    def _report(self, report: Report) -> None:
+        with self.lock:
+            self._post = replace(self._post, report=report)
+
+    def _take(self, decision: Decision) -> None:
+        """Act on `decision`. Called under `lock`."""
+        error = _error_of(decision)
+        self._post = replace(
+            self._post,
+            seen=decision.number,
+            missing=tuple(step for step in self._post.missing if step != decision.due),
+        )
+        if decision.attempt is not None:
+            self._release(decision.step)
+            self._joined = None
+            self._stages.clear()
+        if decision.due is not None and decision.due in self._waiting:
+            self._release(decision.due)
+            future = self._waiting.pop(decision.due)
+            if error is None:
+                future.set_result(decision.step)
+            else:
+                future.set_exception(error)
+        self._record(decision, error)
+
+    def _record(self, decision: Decision, error: SaveError | None) -> None:
+        step, attempt = decision.step, decision.attempt or ""
+        if decision.outcome == "committed":
+            self.committed = max(self.committed, decision.step)
+            self._failures_in_a_row = 0
+            self._emit(FlushCommitted(step=step, attempt=attempt, bytes=decision.nbytes, seconds=decision.seconds))
+        elif decision.outcome == "skipped":
+            self._emit(FlushSkipped(step=step, reason=decision.reason))
+        else:
+            self._failures_in_a_row += 1
+            self._emit(FlushFailed(step=step, attempt=attempt, reason=decision.reason))
+            tolerated = self._config.on_failure == "continue" and self._failures_in_a_row <= self._config.max_failures
+            if not tolerated and error is not None and self._failure is None:
+                self._failure = (decision.raise_at, error)
+
+    def _release(self, step: int) -> None:
+        self._held[step] = self._held.get(step, 0) - 1
+        if self._held[step] <= 0:
+            del self._held[step]
+
+    def _check_silence(self) -> None:
+        """Give up on a rank 0 that has not moved for longer than anything it decides may take."""
+        outstanding = bool(self._waiting or self._joined)
+        limit = self._config.commit_timeout + 2 * self._config.peer_timeout
+        if self._leader is None and outstanding and time.monotonic() - self._moved > limit:
+            raise PeerTimeout(f"rank 0 has decided nothing for {limit:g} s")
+        if not outstanding:
+            self._moved = time.monotonic()
+
+    def _linger(self) -> None:
+        """The coordinator leaves last: other ranks must be able to read the end, for a bounded time."""
+        self._speak_left()
+        deadline = time.monotonic() + LEAVE_TIMEOUT_SECONDS
+        while self._leader is not None and time.monotonic() < deadline:
+            posts = [None if data is None else load_post(data) for data in self._mailbox.posts()]
+            if all(post is not None and post.left for post in posts):
+                return
+            time.sleep(QUICK_POLL_SECONDS)
+
+    def _speak_left(self) -> None:
+        with self.lock:
+            self._post = replace(self._post, left=True)
+        self._speak()
+
+    def _lost(self, error: EasyckptError) -> None:
+        """The other ranks cannot be reached any more. What was under way may have become durable: look."""
+        flush = self._board.flush
+        outcome: EasyckptError = error
+        committed = False
+        if flush is not None:
+            try:
+                committed = self._committed_by(flush)
+            except (EasyckptError, OSError) as problem:
+                outcome = OutcomeUnknown(f"step {flush.step}: {error}; looking into the root failed too: {problem}")
+            else:
+                if not committed:
+                    outcome = OutcomeUnknown(f"step {flush.step}: {error}; it is not committed so far")
+        with self.changed:
+            if committed and flush is not None:
+                self.committed = max(self.committed, flush.step)
+                future = self._waiting.pop(flush.due, None) if flush.due is not None else None
+                if future is not None:
+                    future.set_result(flush.step)
+            self._error = self._error or outcome
+            self._resolve_all(outcome)
+            self.changed.notify_all()
+        self.emergency_over.set()
+
+    def _resolve_all(self, error: EasyckptError) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+        self._waiting.clear()
+
+
+def _make_leader(ranks: Ranks, config: CheckpointConfig, incarnation: str) -> Leader:
+    policy = LeaderPolicy(
+        wait_on_back_pressure=config.back_pressure == "wait",
+        peer_timeout=config.peer_timeout,
+        commit_timeout=config.commit_timeout,
+        close_timeout=config.close_timeout,
+        signal_deadline=config.signal_deadline,
+    )
+    return Leader(ranks.world_size, policy, incarnation)
+
+
+def _error_of(decision: Decision) -> SaveError | None:
+    if decision.outcome == "committed":
+        return None
+    kind = OutcomeUnknown if decision.outcome == "unknown" else SaveFailed
+    return kind(f"step {decision.step} was not committed ({decision.outcome}): {decision.reason}")
+
+
+def _log_failure(done: Future[Any]) -> None:
+    if (error := done.exception()) is not None:
+        logger.error("a background job has failed", exc_info=error)
+
+
+def _resolved(step: int) -> Future[int]:
+    future: Future[int] = Future()
+    future.set_result(step)
+    return future
+
+
+def _failed(error: EasyckptError) -> Future[int]:
+    future: Future[int] = Future()
+    future.set_exception(error)
+    return future

@@ -1,0 +1,155 @@
+"""One rank's storage work, on one background thread: write the shard, and for rank 0 commit, clean up and retain."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from easyckpt import catalog
+from easyckpt.distributed.ranks import Ranks
+from easyckpt.errors import EasyckptError, OutcomeUnknown
+from easyckpt.events import Event, Retained
+from easyckpt.memory.slot import SlotView
+from easyckpt.saving.commit import CommitContext, build_manifest, commit
+from easyckpt.saving.leader import Work
+from easyckpt.saving.messages import Flush
+from easyckpt.saving.retention import apply_retention
+from easyckpt.saving.worker import Result, Worker
+from easyckpt.saving.writer import ShardWriter, replicated_digest
+
+logger = logging.getLogger("easyckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """How a commit ended; `reason` is None when it succeeded."""
+
+    reason: str | None
+    unknown: bool
+    nbytes: int
+    seconds: float
+
+
+class Flusher:
+    """Runs a rank's flush jobs one after the other; each returns a Future."""
+
+    def __init__(
+        self,
+        context: CommitContext,
+        ranks: Ranks,
+        run: str,
+        *,
+        keep_newest: int | None,
+        min_free_bytes: int = 0,
+        emit: Callable[[Event], None],
+        metrics_of: Callable[[int], dict[str, float]],
+    ) -> None:
+        self._context = context
+        self._ranks = ranks
+        self._run = run
+        self._keep_newest = keep_newest
+        self._emit = emit
+        self._metrics_of = metrics_of
+        self._writer = ShardWriter(context.storage, min_free_bytes=min_free_bytes)
+        self._worker = Worker("easyckpt-flush")
+        self._begun: dict[str, float] = {}
+        self.protected: Collection[int] = ()
+        """Steps that retention must leave alone (being read by this job's restore)."""
+        self.parent: str | None = None
+
+    def digest(self, view: SlotView) -> Future[str]:
+        """Digest of the replicated leaves of `view`, to be compared across ranks."""
+        return self._worker.submit(lambda: replicated_digest(view))
+
+    def write(self, flush: Flush, view: SlotView, abandoned: threading.Event) -> Future[dict[str, tuple[int, str]]]:
+        """Write and fsync this rank's shard and index into the attempt's directory."""
+        self._begun[flush.attempt] = time.perf_counter()
+
+        def job() -> dict[str, tuple[int, str]]:
+            directory = self._context.naming.temporary(flush.step, flush.attempt)
+            self._context.storage.makedirs(directory)
+            records = self._writer.write(
+                directory,
+                view,
+                write_replicated=self._ranks.rank == 0 or flush.share is False,
+                abandoned=abandoned.is_set,
+            )
+            self._context.storage.sync_dir(directory)
+            return {name: (record.size, record.digest) for name, record in records.items()}
+
+        return self._worker.submit(job)
+
+    def commit(self, work: Work, view: SlotView) -> Future[CommitResult]:
+        """Rank 0: steps 4 and 5 of the commit protocol."""
+        begun = self._begun.pop(work.flush.attempt, time.perf_counter())
+        manifest = build_manifest(
+            work.flush,
+            work.files,
+            run=self._run,
+            timeline=view.meta.timeline,
+            world_size=self._ranks.world_size,
+            parent=self.parent,
+            metrics=self._metrics_of(work.flush.step),
+        )
+
+        def job() -> CommitResult:
+            try:
+                nbytes = commit(self._context, work.flush, work.files, manifest)
+            except OutcomeUnknown as error:
+                return CommitResult(str(error), True, 0, time.perf_counter() - begun)
+            except (EasyckptError, OSError) as error:
+                self._remove_attempt(work.flush)
+                return CommitResult(f"rank 0: {error}", False, 0, time.perf_counter() - begun)
+            return CommitResult(None, False, nbytes, time.perf_counter() - begun)
+
+        return self._worker.submit(job)
+
+    def clean_up(self, work: Work) -> Future[CommitResult]:
+        """Rank 0: remove what an abandoned attempt has left."""
+
+        def job() -> CommitResult:
+            self._remove_attempt(work.flush)
+            return CommitResult(work.flush.abandoned, False, 0, 0.0)
+
+        return self._worker.submit(job)
+
+    def retain(self, held: Collection[int]) -> Future[None]:
+        """Rank 0, after a commit was published: rotate. A failure here costs space, never a checkpoint: it is logged."""
+
+        def job() -> None:
+            begun = time.perf_counter()
+            storage = self._context.storage
+            try:
+                found = catalog.scan(storage, self._context.naming)
+                removed = apply_retention(
+                    storage, found, newest=self._keep_newest, held={*held, *self.protected}, naming=self._context.naming
+                )
+            except (EasyckptError, OSError) as error:
+                logger.warning("rotating old checkpoints failed, will try again after the next commit: %s", error)
+                return
+            if removed:
+                steps = tuple(entry.step for entry in removed)
+                self._emit(Retained(removed=steps, seconds=time.perf_counter() - begun))
+
+        return self._worker.submit(job)
+
+    def submit(self, job: Callable[[], Result]) -> Future[Result]:
+        """Run any job on this thread, between flushes."""
+        return self._worker.submit(job)
+
+    def stop(self, timeout: float | None) -> bool:
+        """Finish the jobs handed over; False when they did not end in `timeout` seconds."""
+        return self._worker.stop(timeout)
+
+    def _remove_attempt(self, flush: Flush) -> None:
+        directory = self._context.naming.temporary(flush.step, flush.attempt)
+        try:
+            if self._context.storage.exists(directory):
+                self._context.storage.remove_tree(directory)
+        except OSError as error:
+            logger.warning("removing %s failed: %s", directory, error)
+

@@ -1,0 +1,304 @@
+"""Rank 0's decisions, as a pure state machine: posts in, board and work out. No I/O, no threads, no clock of its own.
+
+Every due flush gets exactly one decision, and every rank gets the same one. A flush goes through::
+
+    (compare digests) ─▶ all ranks write ─▶ all ranks reported ─▶ commit ─▶ decision "committed"
+                              └─ an error, or a rank that is silent too long ─▶ abandoned ─▶ decision "failed"
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from easyckpt.saving.messages import Board, Decision, Flush, Post
+
+#: Failures are raised at a step that every rank still has ahead of it: this many steps and seconds from now.
+RAISE_MARGIN_STEPS = 2
+RAISE_MARGIN_SECONDS = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A flush that is due at all ranks."""
+
+    step: int
+    forced: bool
+    """Asked for by name: waits for its turn and is never skipped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """I/O that the leader wants done in the background; the answer comes back through `finished`."""
+
+    kind: Literal["commit", "clean up"]
+    flush: Flush
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderPolicy:
+    """The settings that decisions depend on; times in seconds."""
+
+    wait_on_back_pressure: bool
+    peer_timeout: float
+    commit_timeout: float
+    close_timeout: float
+    signal_deadline: float
+
+
+class Leader:
+    """See the module's docstring. `committed` is the newest step that is committed on the current line (-1: none)."""
+
+    def __init__(self, world_size: int, policy: LeaderPolicy, incarnation: str) -> None:
+        self.committed = -1
+        self.share: bool | None = True if world_size == 1 else None
+        self.floor = -1
+        self._line = 0
+        self._world_size = world_size
+        self._policy = policy
+        self._incarnation = incarnation
+        self._attempts = 0
+        self._dues: deque[Due] = deque()
+        self._active: Flush | None = None
+        self._phase: Literal["waiting", "working"] = "waiting"
+        self._deadline = math.inf
+        self._due_since: float | None = None
+        self._decisions: list[Decision] = []
+        self._numbers = 0
+        self._pace = _Pace()
+        self._emergency_deadline: float | None = None
+        self._emergency_over = False
+        self._failed_floor = -1
+        self._closing_since: float | None = None
+        self._closed = False
+        self._close_error = ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that other ranks wait for."""
+        return bool(self._active or self._dues or self._decisions or self._closing_since or self._emergency_deadline)
+
+    def begin_line(self, line: int, committed: int, floor: int) -> None:
+        """Line number `line` begins: what counts as committed and as floor on it (-1: nothing)."""
+        self._line, self.committed, self.floor, self._failed_floor = line, committed, floor, -1
+
+    def add_due(self, due: Due) -> None:
+        """All ranks have come to a due step (rank 0 speaks for all: they run the same loop)."""
+        running = self._active is not None and self._active.due == due.step
+        if due.step > self.committed and not running and all(due.step != other.step for other in self._dues):
+            self._dues.append(due)
+
+    def advance(self, posts: Sequence[Post | None], now: float) -> tuple[Board, list[Work]]:
+        """Take in what the ranks post at time `now`; returns the new board and the work to start."""
+        posts = [post if post is not None and post.line == self._line else None for post in posts]
+        known = [post for post in posts if post is not None]
+        everyone = len(known) == self._world_size
+        self._update_floor(known, everyone)
+        if everyone:
+            seen = min(post.seen for post in known)
+            self._decisions = [decision for decision in self._decisions if decision.number > seen]
+        self._pace.update(max((post.step for post in known), default=-1), now)
+        if self._emergency_deadline is None and any(post.emergency for post in known):
+            self._emergency_deadline = now + self._policy.signal_deadline
+        work = self._advance_flush(posts, now)
+        if self._active is None:
+            self._next_flush(posts, known, everyone, now)
+        else:
+            self._skip_while_busy()
+        self._end_emergency(now)
+        self._end_job(posts, now)
+        return self._board(), work
+
+    def finished(self, work: Work, *, reason: str | None, unknown: bool, nbytes: int, seconds: float) -> None:
+        """The background work is done; `reason` says why it failed (None: it succeeded)."""
+        flush = work.flush
+        assert self._active is not None
+        assert self._active.attempt == flush.attempt
+        self._active, self._phase = None, "waiting"
+        if work.kind == "clean up":
+            self._decide(flush, "failed", reason=flush.abandoned or "abandoned")
+        elif reason is None:
+            self.committed = max(self.committed, flush.step)
+            self._decide(flush, "committed", nbytes=nbytes, seconds=seconds)
+        else:
+            self._decide(flush, "unknown" if unknown else "failed", reason=reason)
+        if flush.due is None and self.committed < flush.step:
+            self._failed_floor = flush.step  # tried once for a signal or the end of the job: not again and again
+
+    def _update_floor(self, known: list[Post], everyone: bool) -> None:
+        if everyone:
+            common = set(known[0].sealed).intersection(*(post.sealed for post in known[1:]))
+            self.floor = max(self.floor, max(common, default=-1))
+
+    def _advance_flush(self, posts: Sequence[Post | None], now: float) -> list[Work]:
+        flush = self._active
+        if flush is None or self._phase == "working":
+            return []
+        reports = [
+            post.report if post is not None and post.report and post.report.attempt == flush.attempt else None
+            for post in posts
+        ]
+        silent = [rank for rank, report in enumerate(reports) if report is None or _unanswered(report, flush)]
+        if flush.abandoned is not None:
+            if not silent or now > self._deadline:
+                self._phase = "working"
+                return [Work(kind="clean up", flush=flush)]
+            return []
+        errors = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report and report.error]
+        if errors:
+            self._abandon("; ".join(errors), now)
+        elif not silent and flush.share is None:
+            self.share = len({report.digest for report in reports if report}) == 1
+            self._active = replace(flush, share=self.share)
+        elif not silent:
+            self._phase = "working"
+            files = {name: record for report in reports if report and report.files for name, record in report.files.items()}
+            return [Work(kind="commit", flush=flush, files=files)]
+        elif now > self._deadline:
+            ranks = ", ".join(map(str, silent))
+            self._abandon(f"no answer from rank {ranks} within {self._policy.commit_timeout:g} s", now)
+        return []
+
+    def _abandon(self, reason: str, now: float) -> None:
+        assert self._active is not None
+        self._active = replace(self._active, abandoned=reason)
+        self._deadline = now + min(self._policy.peer_timeout, self._policy.commit_timeout)
+
+    def _next_flush(self, posts: Sequence[Post | None], known: list[Post], everyone: bool, now: float) -> None:
+        while self._dues and self._active is None:
+            due = self._dues[0]
+            self._due_since = self._due_since if self._due_since is not None else now
+            holders = [post is not None and due.step in post.sealed for post in posts]
+            lacking = [rank for rank, post in enumerate(posts) if post is not None and due.step in post.missing]
+            if all(holders):
+                self._start(due.step, due.step, now)
+            elif lacking and everyone and self.floor > self.committed and not due.forced:
+                self._start(self.floor, due.step, now)
+            elif lacking:
+                ranks = ", ".join(map(str, lacking))
+                reason = f"rank {ranks} holds no whole snapshot of step {due.step}"
+                self._close_due(due, "failed" if due.forced else "skipped", reason)
+            elif now - self._due_since > self._policy.peer_timeout:
+                late = ", ".join(str(rank) for rank, holds in enumerate(holders) if not holds)
+                self._close_due(due, "failed", f"rank {late} did not come to step {due.step} in time")
+            else:
+                return
+            self._due_since = None
+            if self._active is not None:
+                self._dues.popleft()
+        if self._active is None and self._wants_floor(known, everyone):
+            self._start(self.floor, None, now)
+
+    def _wants_floor(self, known: list[Post], everyone: bool) -> bool:
+        """Whether a signal or the end of the job asks for the newest snapshot, whatever its number."""
+        if self._floor_is_settled() or any(post.aborted for post in known):
+            return False
+        emergency = self._emergency_deadline is not None and not self._emergency_over
+        return emergency or (everyone and not self._closed and all(post.closing for post in known))
+
+    def _floor_is_settled(self) -> bool:
+        return self.floor <= max(self.committed, self._failed_floor)
+
+    def _start(self, step: int, due: int | None, now: float) -> None:
+        self._attempts += 1
+        attempt = f"{self._incarnation}-{self._attempts:06d}"
+        self._active, self._phase = Flush(attempt=attempt, step=step, due=due, share=self.share), "waiting"
+        self._deadline = now + self._policy.commit_timeout
+
+    def _skip_while_busy(self) -> None:
+        if self._policy.wait_on_back_pressure:
+            return
+        for due in [due for due in self._dues if not due.forced]:
+            self._dues.remove(due)
+            self._decide_due(due, "skipped", "the flush before was still running")
+
+    def _close_due(self, due: Due, outcome: Literal["failed", "skipped"], reason: str) -> None:
+        self._dues.popleft()
+        self._decide_due(due, outcome, reason)
+
+    def _decide_due(self, due: Due, outcome: Literal["failed", "skipped"], reason: str) -> None:
+        flush = Flush(attempt="", step=due.step, due=due.step, share=None)
+        self._decide(flush, outcome, reason=reason)
+
+    def _decide(
+        self,
+        flush: Flush,
+        outcome: Literal["committed", "skipped", "failed", "unknown"],
+        *,
+        reason: str = "",
+        nbytes: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        self._numbers += 1
+        decision = Decision(
+            number=self._numbers,
+            outcome=outcome,
+            due=flush.due,
+            step=flush.step,
+            attempt=flush.attempt or None,
+            reason=reason,
+            nbytes=nbytes,
+            seconds=seconds,
+            raise_at=self._pace.step_ahead(),
+        )
+        self._decisions.append(decision)
+
+    def _end_emergency(self, now: float) -> None:
+        if self._emergency_deadline is None or self._emergency_over:
+            return
+        done = self._active is None and self._floor_is_settled()
+        self._emergency_over = done or now > self._emergency_deadline
+
+    def _end_job(self, posts: Sequence[Post | None], now: float) -> None:
+        known = [post for post in posts if post is not None]
+        if self._closed or not any(post.closing or post.aborted for post in known):
+            return
+        self._closing_since = self._closing_since if self._closing_since is not None else now
+        leaving = sum(post.closing or post.aborted for post in known)
+        if leaving == self._world_size and self._active is None and not self._dues:
+            self._closed = self._floor_is_settled() or any(post.aborted for post in known)
+        elif now - self._closing_since > self._policy.close_timeout:
+            late = [rank for rank, post in enumerate(posts) if post is None or not (post.closing or post.aborted)]
+            self._close_error = f"rank {', '.join(map(str, late))} did not close within {self._policy.close_timeout:g} s"
+            self._closed = True
+
+    def _board(self) -> Board:
+        return Board(
+            line=self._line,
+            floor=self.floor,
+            flush=self._active,
+            decisions=tuple(self._decisions),
+            emergency=self._emergency_deadline is not None,
+            emergency_over=self._emergency_over,
+            closed=self._closed,
+            close_error=self._close_error,
+        )
+
+
+def _unanswered(report: object, flush: Flush) -> bool:
+    """Whether a rank's report lacks what the flush is waiting for now."""
+    files, digest, error = (getattr(report, name) for name in ("files", "digest", "error"))
+    if error is not None:
+        return False
+    return digest is None if flush.share is None else files is None
+
+
+class _Pace:
+    """How fast steps pass, to name a step that all ranks still have ahead of them."""
+
+    def __init__(self) -> None:
+        self._step, self._time, self._per_second = -1, 0.0, 0.0
+
+    def update(self, step: int, now: float) -> None:
+        if step > self._step:
+            if self._step >= 0 and now > self._time:
+                rate = (step - self._step) / (now - self._time)
+                self._per_second = rate if self._per_second == 0 else 0.7 * self._per_second + 0.3 * rate
+            self._step, self._time = step, now
+
+    def step_ahead(self) -> int:
+        return self._step + RAISE_MARGIN_STEPS + math.ceil(self._per_second * RAISE_MARGIN_SECONDS)

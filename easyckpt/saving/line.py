@@ -1,0 +1,122 @@
+"""Opening a line of training in the root: what rank 0 does once, before the first save after a load.
+
+The order makes a crash anywhere harmless: the timeline is durable first, and from that moment on steps past the fork
+are no candidates any more, whatever their names are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+
+from easyckpt import catalog, failpoints
+from easyckpt.catalog import Catalog, Entry
+from easyckpt.errors import NotLoaded
+from easyckpt.format import layout
+from easyckpt.format.manifest import RootRecord, Timeline
+from easyckpt.saving import metrics
+from easyckpt.storage.base import Storage
+
+logger = logging.getLogger("easyckpt")
+
+OPEN_BEFORE = failpoints.declare("line.open.before", "the first save after a load has begun, nothing is changed")
+OPENED = failpoints.declare("line.opened", "the timeline is durable, steps past the fork have their old names")
+SET_ASIDE = failpoints.declare("line.set_aside", "one step past the fork was renamed")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a line goes on from."""
+
+    step: int
+    timeline: str | None
+    """None: from nothing."""
+    explicit: bool = False
+    """The user named the step."""
+
+
+def open_line(storage: Storage, naming: layout.NamingScheme, origin: Origin | None) -> tuple[RootRecord, int]:
+    """Open the line that goes on from `origin`; None when load() was never called.
+
+    Returns the root's new record, whose last timeline it is, and the newest step that is committed on it (-1: none).
+    Raises NotLoaded when the root holds checkpoints that nobody has looked at.
+    """
+    record = catalog.read_root(storage)
+    assert record is not None
+    found = catalog.scan(storage, naming)
+    if origin is None and any(entry.kind == "committed" for entry in found.entries):
+        raise NotLoaded(
+            f"{storage.root} holds checkpoints: call load() before the first save, or give the job another root"
+        )
+    origin = origin or Origin(0, None)
+    failpoints.hit(OPEN_BEFORE)
+    _tidy_attempts(storage, naming, record, found)
+    parent = origin.timeline
+    line = Timeline(
+        id=secrets.token_hex(4),
+        parent=parent,
+        fork_step=origin.step if parent is not None else 0,
+        explicit=origin.explicit,
+        opened=time.time(),
+    )
+    record = dataclasses.replace(record, timelines=(*record.timelines, line))
+    catalog.write_root(storage, record)
+    failpoints.hit(OPENED)
+    committed = _set_aside(storage, naming, record, origin.step)
+    metrics.cut(storage, origin.step)
+    return record, committed
+
+
+def _set_aside(storage: Storage, naming: layout.NamingScheme, record: RootRecord, fork: int) -> int:
+    """Rename what does not lie in the past of the new line; returns the newest step that does."""
+    line = record.timelines[-1]
+    kept = [-1]
+    for entry in catalog.scan(storage, naming).entries:
+        if entry.kind != "committed":
+            continue
+        timeline = entry.manifest.timeline if entry.manifest is not None else None
+        if entry.step <= fork and (timeline is None or record.on_ancestry(timeline, entry.step)):
+            if entry.problem is None:
+                kept.append(entry.step)
+            continue
+        stale = layout.stale_dir(entry.step, line.id)
+        logger.warning("%s lies past step %d, where training goes on from: set aside as %s", entry.name, fork, stale)
+        storage.rename(entry.name, stale)
+        failpoints.hit(SET_ASIDE)
+    storage.sync_dir("")
+    return max(kept)
+
+
+def _tidy_attempts(storage: Storage, naming: layout.NamingScheme, record: RootRecord, found: Catalog) -> None:
+    """Roll the newest whole attempt forward, remove the other leftovers of dead processes."""
+    committed = {entry.step for entry in found.entries if entry.kind == "committed" and entry.problem is None}
+    leftovers = [entry for entry in found.entries if entry.kind == "temporary"]
+    whole = [entry for entry in leftovers if _rolls_forward(record, entry, committed)]
+    newest = max(whole, key=lambda entry: (entry.step, entry.attempt or ""), default=None)
+    for entry in leftovers:
+        if entry is newest and not catalog.verify(storage, entry):
+            final = naming.committed(entry.step)
+            if storage.exists(final):
+                storage.rename(final, layout.trash_dir(final, secrets.token_hex(4)))
+            storage.rename(entry.name, final)
+            logger.warning("%s was complete but for its rename: it is %s now", entry.name, final)
+        else:
+            storage.remove_tree(entry.name)
+    for entry in found.entries:
+        if entry.kind == "trash":
+            storage.remove_tree(entry.name)
+    storage.sync_dir("")
+
+
+def _rolls_forward(record: RootRecord, entry: Entry, committed: set[int]) -> bool:
+    manifest = entry.manifest
+    return (
+        manifest is not None
+        and entry.problem is None
+        and manifest.run == record.run
+        and record.on_ancestry(manifest.timeline, entry.step)
+        and entry.step not in committed
+    )

@@ -1,0 +1,111 @@
+"""What ranks tell each other while they save: one post a rank, one board by rank 0, each overwritten in place.
+
+Both carry state, not events: whoever reads late or twice sees the same, and the store never grows. Only decisions
+are events; they are numbered, and stay on the board until every rank's post says that it has seen them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one rank did for the flush in progress."""
+
+    attempt: str
+    digest: str | None = None
+    """Digest of this rank's replicated leaves, asked for at the first flush."""
+    files: dict[str, tuple[int, str]] | None = None
+    """Name -> (size in bytes, digest) of what this rank wrote and fsynced."""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """The state of one rank."""
+
+    line: int = 0
+    """Counts the lines of training of this job (each load opens one); posts of another line are not listened to."""
+    step: int = -1
+    """Newest step that the training loop has handed over."""
+    sealed: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    """Due steps of which this rank holds no whole snapshot, and never will."""
+    seen: int = 0
+    """Number of the newest decision that this rank has acted on."""
+    report: Report | None = None
+    emergency: bool = False
+    closing: bool = False
+    aborted: bool = False
+    """The rank leaves after an exception: nothing new may be started with it."""
+    left: bool = False
+    """The rank has read the end of the job on the board."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flush:
+    """One attempt at one commit, announced before anyone creates a directory."""
+
+    attempt: str
+    step: int
+    due: int | None
+    """The step whose due flush this is; None for one that nobody asked for by number (signal, close)."""
+    share: bool | None
+    """True: only rank 0 writes replicated state. False: every rank does. None: ranks first compare digests."""
+    abandoned: str | None = None
+    """The reason, once given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """How one due flush ended."""
+
+    number: int
+    outcome: Literal["committed", "skipped", "failed", "unknown"]
+    due: int | None
+    step: int
+    attempt: str | None = None
+    reason: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    raise_at: int = 0
+    """On failure: the first step at whose save every rank raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """What rank 0 tells all."""
+
+    line: int = 0
+    floor: int = -1
+    """Newest step that every rank holds sealed; -1 for none."""
+    flush: Flush | None = None
+    decisions: tuple[Decision, ...] = ()
+    emergency: bool = False
+    emergency_over: bool = False
+    closed: bool = False
+    close_error: str = ""
+
+
+def dump(message: Post | Board) -> dict[str, Any]:
+    """As JSON values."""
+    return asdict(message)
+
+
+def load_post(data: dict[str, Any]) -> Post:
+    """Back from JSON values."""
+    report = data.pop("report")
+    if report is not None and report["files"] is not None:
+        report["files"] = {name: (size, digest) for name, (size, digest) in report["files"].items()}
+    data["sealed"], data["missing"] = tuple(data["sealed"]), tuple(data["missing"])
+    return Post(report=None if report is None else Report(**report), **data)
+
+
+def load_board(data: dict[str, Any]) -> Board:
+    """Back from JSON values."""
+    flush = data.pop("flush")
+    decisions = tuple(Decision(**decision) for decision in data.pop("decisions"))
+    return Board(flush=None if flush is None else Flush(**flush), decisions=decisions, **data)
+

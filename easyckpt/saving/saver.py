@@ -1,0 +1,212 @@
+"""The saving half of a Checkpointer, as the training thread sees it: when, into which slot, and what was told to whom."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from easyckpt.config import CheckpointConfig
+from easyckpt.distributed.agree import done_by_rank_0
+from easyckpt.distributed.mailbox import Mailbox
+from easyckpt.distributed.ranks import Ranks
+from easyckpt.distributed.rendezvous import Channel
+from easyckpt.errors import EasyckptError, NotLoaded, SaveFailed
+from easyckpt.events import EventLog, SnapshotSkipped, Warned
+from easyckpt.format.layout import NamingScheme
+from easyckpt.memory.arena import Arena
+from easyckpt.memory.slot import Slot
+from easyckpt.saving.coordinator import Coordinator
+from easyckpt.saving.flusher import Flusher
+from easyckpt.saving.line import Origin, open_line
+from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.staging import SnapshotIdentity, Stager
+from easyckpt.state.capture import Capture, StateCapture
+from easyckpt.storage.base import Storage
+
+#: Room in a slot's tail beside what the layout needs now: objects grow by a few digits from step to step.
+TAIL_SLACK_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverParts:
+    """The rooms that a Saver works with; the engine builds them."""
+
+    config: CheckpointConfig
+    ranks: Ranks
+    channel: Channel
+    mailbox: Mailbox
+    storage: Storage
+    naming: NamingScheme
+    run: str
+    arena_id: str
+    incarnation: str
+    capture: StateCapture
+    arena: Arena
+    stager: Stager
+    coordinator: Coordinator
+    flusher: Flusher
+    events: EventLog
+    metrics: Metrics
+
+
+class Saver:
+    """See the module's docstring. All methods belong to the training thread."""
+
+    def __init__(self, parts: SaverParts) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._identity: SnapshotIdentity | None = None
+        self._origin: Origin | None = None
+        self._warned: set[str] = set()
+        self._first = True
+
+    @property
+    def identity(self) -> SnapshotIdentity | None:
+        """Of the line of training that is open; None before its first save."""
+        return self._identity
+
+    def go_on_from(self, origin: Origin, *, adopted: tuple[str, int] | None, committed: int) -> None:
+        """The state was restored (or found missing): the next save opens a new line from there."""
+        self._origin, self._identity = origin, None
+        self._parts.coordinator.begin_line(None, committed=committed, adopted=adopted)
+
+    def snapshot(self, step: int, *, due: bool) -> None:
+        """Take the snapshot of `step` if a slot is free, and have it flushed if `due`. Raises background failures."""
+        self._ready_line()
+        self._parts.stager.end_window("save")
+        if due and self._config.back_pressure == "wait":
+            self._wait_for_flushes()
+        staged = self._stage(step, wait=due and self._config.back_pressure == "wait", overlap=True)
+        if due:
+            self._parts.coordinator.due(step, forced=False)
+            if not staged:
+                self._parts.coordinator.lacks(step)
+
+    def save(self, step: int) -> Future[int]:
+        """Take the snapshot of `step` for certain and have it flushed; the Future resolves when all ranks are durable."""
+        self._ready_line()
+        self._parts.stager.end_window("save")
+        coordinator = self._parts.coordinator
+        if step <= coordinator.committed or self._holds(step):
+            return coordinator.due(step, forced=True)
+        # Sealed before this returns: whoever waits for the Future next takes no step that could end a window.
+        staged = self._stage(step, wait=True, overlap=False)
+        future = coordinator.due(step, forced=True)
+        if not staged:
+            coordinator.lacks(step)
+        return future
+
+    def wait(self, timeout: float | None) -> None:
+        """Until every flush that was due so far has ended. Raises TimeoutError, or what went wrong."""
+        self._parts.stager.end_window("wait")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for future in self._parts.coordinator.pending():
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            future.exception(left)
+        self._parts.coordinator.raise_failure(None)
+
+    def lose_window(self) -> None:
+        """End the window of the newest snapshot, whatever comes of it (the job is ending in an error)."""
+        try:
+            self._parts.stager.end_window("close")
+        except EasyckptError as error:
+            self._parts.events.emit(Warned(message=f"the newest snapshot was lost: {error}"))
+
+    def all_committed(self) -> bool:
+        """Whether nothing in memory is newer than what is committed."""
+        newest = max((meta.step for meta in self._parts.arena.sealed()), default=-1)
+        return newest <= self._parts.coordinator.committed
+
+    def _ready_line(self) -> None:
+        """Before the first save of a line: rank 0 opens it in the root, every rank drops what lies past the fork."""
+        if self._identity is not None:
+            return
+        parts, origin = self._parts, self._origin
+
+        def work() -> dict[str, object]:
+            if origin is None and parts.arena.sealed():
+                raise NotLoaded("a run before has left snapshots in shared memory: call load() before the first save")
+            record, committed = open_line(parts.storage, parts.naming, origin)
+            return {"timeline": record.timelines[-1].id, "committed": committed}
+
+        answer = done_by_rank_0(parts.channel, parts.ranks, "open line", work, self._config.peer_timeout)
+        timeline, committed = str(answer["timeline"]), int(answer["committed"])
+        kept = None if origin is None or origin.timeline is None else (origin.timeline, origin.step)
+        parts.arena.drop(lambda meta: (meta.timeline, meta.step) != kept)
+        holds = kept is not None and any((meta.timeline, meta.step) == kept for meta in parts.arena.sealed())
+        everywhere = all(parts.channel.exchange("adopted", holds, self._config.peer_timeout))
+        parts.coordinator.begin_line(timeline, committed=committed, adopted=kept if everywhere else None)
+        self._identity = SnapshotIdentity(
+            run=parts.run,
+            arena_id=parts.arena_id,
+            incarnation=parts.incarnation,
+            timeline=timeline,
+            rank=parts.ranks.rank,
+            world_size=parts.ranks.world_size,
+        )
+
+    def _stage(self, step: int, *, wait: bool, overlap: bool) -> bool:
+        assert self._identity is not None
+        self._parts.metrics.take(step)
+        self._parts.coordinator.came_to(step)
+        capture = self._parts.capture.capture()
+        self._warn_of_slow_components(capture)
+        self._reserve(capture)
+        slot = self._acquire(step, capture.layout.image_bytes, wait)
+        if slot is None:
+            reason = "no slot is free" if self._parts.arena.ready(capture.layout.image_bytes) else "memory is growing"
+            self._parts.events.emit(SnapshotSkipped(step=step, reason=reason))
+            return False
+        try:
+            self._parts.stager.stage(self._identity, step, capture, slot, overlap=overlap)
+        except BaseException:
+            self._parts.arena.release(slot)
+            raise
+        return True
+
+    def _reserve(self, capture: Capture) -> None:
+        layout = capture.layout
+        tail = len(layout.encoded) + 2 * len(capture.objects) + TAIL_SLACK_BYTES
+        if not self._parts.arena.ready(layout.image_bytes):
+            self._parts.arena.ensure(layout.image_bytes, tail)
+        if self._first:
+            # The very first snapshot is worth waiting for: a job killed before it has nothing.
+            self._parts.arena.wait_ready(self._config.peer_timeout)
+            self._first = False
+
+    def _acquire(self, step: int, nbytes: int, wait: bool) -> Slot | None:
+        coordinator, arena = self._parts.coordinator, self._parts.arena
+
+        def take() -> Slot | None:
+            floor = coordinator.floor
+            return arena.acquire(step, nbytes, floor if floor >= 0 else None, coordinator.held())
+
+        deadline = time.monotonic() + self._config.commit_timeout
+        with coordinator.changed:
+            slot = take()
+            while slot is None and wait and time.monotonic() < deadline:
+                coordinator.changed.wait(0.05)  # the arena may also have grown meanwhile, which rings no bell here
+                slot = take()
+        if slot is None and wait:
+            raise SaveFailed(f"step {step}: no slot became free within {self._config.commit_timeout:g} s")
+        return slot
+
+    def _wait_for_flushes(self) -> None:
+        for future in self._parts.coordinator.pending():
+            future.exception(self._config.commit_timeout + self._config.peer_timeout)
+
+    def _holds(self, step: int) -> bool:
+        timeline = None if self._identity is None else self._identity.timeline
+        return any(meta.step == step and meta.timeline == timeline for meta in self._parts.arena.sealed())
+
+    def _warn_of_slow_components(self, capture: Capture) -> None:
+        for name, milliseconds, nbytes in capture.slow:
+            if name not in self._warned:
+                self._warned.add(name)
+                message = (
+                    f"component {name!r} costs {milliseconds:.1f} ms and {nbytes / 1e6:.2f} MB at every save, on the "
+                    "training thread: hand over tensors where you can, and less where you cannot"
+                )
+                self._parts.events.emit(Warned(message=message))
+

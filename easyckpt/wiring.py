@@ -1,0 +1,297 @@
+"""How the rooms of a Checkpointer are built and joined; `engine` only uses what comes out of here."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from easyckpt import catalog
+from easyckpt.config import CheckpointConfig
+from easyckpt.distributed.agree import all_good, done_by_rank_0
+from easyckpt.distributed.mailbox import Mailbox
+from easyckpt.distributed.ranks import Ranks, discover
+from easyckpt.distributed.rendezvous import Channel, connect, settle_locality
+from easyckpt.errors import EasyckptError, ForeignFormat
+from easyckpt.events import EventLog, Warned
+from easyckpt.format import layout
+from easyckpt.format.manifest import RootRecord
+from easyckpt.memory import budget
+from easyckpt.memory.arena import Arena
+from easyckpt.memory.owner import OwnerLock
+from easyckpt.saving.commit import CommitContext
+from easyckpt.saving.coordinator import Coordinator
+from easyckpt.saving.copying import Copier, CpuCopier
+from easyckpt.saving.flusher import Flusher
+from easyckpt.saving.messages import Flush
+from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.saver import TAIL_SLACK_BYTES, SaverParts
+from easyckpt.saving.scalers import ScalerWatch
+from easyckpt.saving.staging import Stager
+from easyckpt.state.capture import StateCapture
+from easyckpt.storage.lease import Lease
+from easyckpt.storage.local import LocalStorage
+
+DEFAULT_MEMORY_DIR = "/dev/shm"
+#: Optimizers whose state has another size than two tensors for each parameter.
+STATES_PER_PARAMETER = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Adafactor": 1, "Lion": 1, "ASGD": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRoot:
+    """A root that this job owns, as one rank sees it."""
+
+    storage: LocalStorage
+    run: str
+    arena_id: str
+    incarnation: str
+    lease: Lease | None
+    """Rank 0's."""
+    arena: Arena
+    memory_dir: str
+    user: str
+
+
+def user_name() -> str:
+    """Whose arenas these are, in their names."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())
+
+
+def memory_directory(config: CheckpointConfig) -> tuple[str, bool]:
+    """The directory of the memory tier, and whether it is one whose files live in memory."""
+    wanted = config.memory_dir or DEFAULT_MEMORY_DIR
+    if os.path.isdir(wanted) and os.access(wanted, os.W_OK | os.X_OK):
+        return wanted, True
+    return tempfile.gettempdir(), False
+
+
+def open_root(
+    root: str, config: CheckpointConfig, ranks: Ranks, channel: Channel, events: EventLog
+) -> tuple[OpenedRoot, Ranks]:
+    """Own `root` and this rank's arena. All ranks call it; an error of one is raised on all."""
+    storage = LocalStorage(root, direct_io=config.direct_io)
+    identity = done_by_rank_0(channel, ranks, "open root", lambda: _identify(storage), config.peer_timeout)
+    directory, in_memory = memory_directory(config)
+    if not in_memory:
+        message = f"{config.memory_dir or DEFAULT_MEMORY_DIR} cannot be used: snapshots die with the process (P5 is lost)"
+        events.emit(Warned(message=message))
+    node = f"{socket.gethostname()}/{os.stat(directory).st_dev}/{os.stat(directory).st_ino}"
+    ranks = settle_locality(ranks, channel, node, config.peer_timeout)
+    user, arena, failure = user_name(), None, None
+    try:
+        with budget.node_lock(directory, user):
+            share = _budget_share(directory, user, str(identity["arena_id"]), ranks, in_memory)
+        arena = Arena(
+            directory,
+            user,
+            str(identity["arena_id"]),
+            ranks.rank,
+            config.slots,
+            run=str(identity["run"]),
+            incarnation=str(identity["incarnation"]),
+            budget_bytes=share,
+            pin=torch.cuda.is_available() and torch.cuda.is_initialized(),
+        )
+        for view in arena.adopt():
+            view.close()
+    except (EasyckptError, OSError) as error:
+        failure = error
+    try:
+        all_good(channel, "own arenas", failure, config.peer_timeout)
+        assert arena is not None
+        lease = _take_lease(storage, arena, identity, config, ranks, channel, events)
+    except BaseException:
+        if arena is not None:
+            arena.close(remove=False)
+        raise
+    opened = OpenedRoot(
+        storage=storage,
+        run=str(identity["run"]),
+        arena_id=str(identity["arena_id"]),
+        incarnation=str(identity["incarnation"]),
+        lease=lease,
+        arena=arena,
+        memory_dir=directory,
+        user=user,
+    )
+    return opened, ranks
+
+
+def _identify(storage: LocalStorage) -> dict[str, Any]:
+    """Rank 0: the run's identity, written into a new root."""
+    if os.path.exists(storage.root) and not os.path.isdir(storage.root):
+        raise ForeignFormat(f"{storage.root} is a file, not a directory for checkpoints")
+    storage.makedirs(layout.EVENTS)
+    record = catalog.read_root(storage)
+    if record is None:
+        fresh = RootRecord(run=secrets.token_hex(16), created=time.time(), timelines=())
+        storage.link_exclusive(layout.ROOT_FILE, fresh.to_bytes())
+        record = catalog.read_root(storage)
+        assert record is not None
+    return {
+        "run": record.run,
+        "arena_id": layout.arena_id(record.run, os.path.realpath(storage.root)),
+        "incarnation": secrets.token_hex(4),
+    }
+
+
+def _budget_share(directory: str, user: str, arena_id: str, ranks: Ranks, in_memory: bool) -> int:
+    """Bytes of shared memory for this rank; what this arena's ranks hold already counts as theirs."""
+    if not in_memory:
+        return 0
+    usable = budget.available(directory).usable + budget.held_bytes(directory, user, arena_id)
+    return usable // ranks.local_world_size
+
+
+def _take_lease(
+    storage: LocalStorage,
+    arena: Arena,
+    identity: Mapping[str, Any],
+    config: CheckpointConfig,
+    ranks: Ranks,
+    channel: Channel,
+    events: EventLog,
+) -> Lease | None:
+    lease: Lease | None = None
+
+    def work() -> None:
+        nonlocal lease
+        lease = Lease(
+            storage,
+            root_lock_path=os.path.join(
+                arena.directory, layout.owner_file(arena.user, str(identity["arena_id"]), ranks.rank)
+            ),
+            incarnation=str(identity["incarnation"]),
+            run=str(identity["run"]),
+            timeout=config.lease_timeout,
+            is_free=OwnerLock.is_free,
+        )
+        lease.acquire(lambda message: events.emit(Warned(message=message)))
+
+    done_by_rank_0(channel, ranks, "take lease", work, config.peer_timeout + 2 * config.lease_timeout)
+    return lease
+
+
+def expected_bytes(capture_bytes: int, optimizers: Iterable[torch.optim.Optimizer], factor: float | None) -> int:
+    """How large the image will be once every optimizer has its state; `capture_bytes` is its size now."""
+    parameters = grown = 0
+    for optimizer in optimizers:
+        states = STATES_PER_PARAMETER.get(type(optimizer).__name__, 2)
+        for group in optimizer.param_groups:
+            sizes = [p.numel() * p.element_size() + 8 for p in group["params"] if p not in optimizer.state]
+            if states == 1 and type(optimizer).__name__ == "SGD" and not group.get("momentum"):
+                continue
+            parameters += sum(sizes)
+            grown += states * sum(sizes)
+    if factor is not None:
+        return max(capture_bytes, int(capture_bytes + (factor - 1) * parameters))
+    return capture_bytes + grown
+
+
+def committed_by(storage: LocalStorage, naming: layout.NamingScheme) -> Callable[[Flush], bool]:
+    """Answers whether an attempt has become a checkpoint, by looking at the root."""
+
+    def look(flush: Flush) -> bool:
+        entry = catalog.inspect(storage, naming.committed(flush.step))
+        return entry.problem is None and entry.manifest is not None and entry.manifest.attempt == flush.attempt
+
+    return look
+
+
+def join(
+    opened: OpenedRoot,
+    *,
+    config: CheckpointConfig,
+    ranks: Ranks,
+    channel: Channel,
+    mailbox: Mailbox,
+    capture: StateCapture,
+    scalers: Sequence[torch.amp.GradScaler],
+    events: EventLog,
+    metrics: Metrics,
+) -> SaverParts:
+    """Build the saving half around an opened root."""
+    naming = layout.NativeNaming()
+    lease = opened.lease
+    context = CommitContext(
+        storage=opened.storage, naming=naming, check_lease=lease.check if lease is not None else lambda: None
+    )
+    flusher = Flusher(
+        context,
+        ranks,
+        opened.run,
+        keep_newest=config.max_ckpt_num,
+        min_free_bytes=config.min_free_bytes,
+        emit=events.emit,
+        metrics_of=metrics.of_step,
+    )
+    coordinator = Coordinator(
+        ranks,
+        mailbox,
+        opened.arena,
+        flusher,
+        config,
+        incarnation=opened.incarnation,
+        emit=events.emit,
+        committed_by=committed_by(opened.storage, naming),
+    )
+    stager = Stager(
+        make_copier(),
+        optimizers=capture.optimizers(),
+        scaler_skipped=ScalerWatch(scalers).skipped_a_step,
+        overlap=config.overlap,
+        checksum=config.memory_checksum,
+        emit=events.emit,
+        on_sealed=lambda step, slot: (opened.arena.release(slot), coordinator.sealed(step)),
+        on_discarded=lambda step, slot: (opened.arena.release(slot), coordinator.lacks(step)),
+    )
+    return SaverParts(
+        config=config,
+        ranks=ranks,
+        channel=channel,
+        mailbox=mailbox,
+        storage=opened.storage,
+        naming=naming,
+        run=opened.run,
+        arena_id=opened.arena_id,
+        incarnation=opened.incarnation,
+        capture=capture,
+        arena=opened.arena,
+        stager=stager,
+        coordinator=coordinator,
+        flusher=flusher,
+        events=events,
+        metrics=metrics,
+    )
+
+
+def make_copier() -> Copier:
+    """The copier for the devices of this process."""
+    return CpuCopier()
+
+
+def reserve(capture: StateCapture, arena: Arena, config: CheckpointConfig) -> None:
+    """Have memory for the state as it will be, in the background."""
+    now = capture.capture()
+    nbytes = expected_bytes(now.layout.image_bytes, capture.optimizers(), config.optimizer_factor)
+    tail = 3 * len(now.layout.encoded) + 2 * len(now.objects) + TAIL_SLACK_BYTES
+    arena.ensure(nbytes + nbytes // 64, tail)
+
+
+def meet(process_group: Any, config: CheckpointConfig) -> tuple[Ranks, Channel, Mailbox]:
+    """Find the other ranks."""
+    ranks = discover(process_group)
+    channel, mailbox = connect(ranks, "checkpointer", config.peer_timeout)
+    return ranks, channel, mailbox
+
