@@ -155,6 +155,7 @@ class OptimizerComponent(Component):
         picks: list[int] = []
         rest: list[int] = []
         entries: list[Json] = []
+        written: dict[Any, Json] = {}
         position = 0
         for owner, entry in zip(seen.owners, seen.entries, strict=True):
             which, where = self._owner(owner, numbers)
@@ -162,7 +163,9 @@ class OptimizerComponent(Component):
             for key, value in entry.items():
                 place = where if key is _Whole else (*where, key)
                 is_leaf = isinstance(value, torch.Tensor) and require_supported(value, place) is value
-                items.append([None if key is _Whole else encode(key, place).tree, len(picks) if is_leaf else None])
+                if key not in written:
+                    written[key] = None if key is _Whole else encode(key, place).tree
+                items.append([written[key], len(picks) if is_leaf else None])
                 (self._tensor_places if is_leaf else self._value_places).append(place)
                 (picks if is_leaf else rest).append(position)
                 self._owners += [which if type(which) is int else None] if is_leaf else []

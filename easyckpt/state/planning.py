@@ -15,7 +15,7 @@ from easyckpt.format.image import LeafSpec
 from easyckpt.state.components import Component, Part
 from easyckpt.state.modules import Pick, picker
 from easyckpt.state.optimizers import stepped
-from easyckpt.state.tensors import TieKey, dense_order, require_supported, storage_key, tie_key
+from easyckpt.state.tensors import TieKey, dense_order, require_memory, storage_key, tie_key
 
 if TYPE_CHECKING:
     from easyckpt.format.codec import Json, Path
@@ -65,6 +65,7 @@ class _Reference:
     key: TieKey
     replicated: bool
     optimizer_state: bool
+    pointer: int
 
 
 def describe(components: Sequence[Component], parts: Sequence[Part], world_size: int) -> Facts:
@@ -80,7 +81,7 @@ def describe(components: Sequence[Component], parts: Sequence[Part], world_size:
     picks, orders, flags = _leaves(references, numbers)
     late = _late(components, references, numbers, picks, orders)
     specs = [_spec(references[position], orders[leaf], flags[leaf]) for leaf, position in enumerate(picks)]
-    pointers = [reference.tensor.data_ptr() for reference in references]
+    pointers = [reference.pointer for reference in references]
     memory = frozenset(pointers[:firm_count]) - {0}
     trees: dict[str, Json] = {}
     begin = 0
@@ -115,7 +116,12 @@ def _references(component: Component, part: Part, replicated: set[TieKey]) -> tu
     everywhere = component.replicated_refs(part, replicated) if replicated else set()
     return [
         _Reference(
-            path, require_supported(tensor, path), tie_key(tensor), number in everywhere, number < part.optimizer_state
+            path,
+            tensor,
+            tie_key(tensor),
+            number in everywhere,
+            number < part.optimizer_state,
+            require_memory(tensor, path),
         )
         for number, (path, tensor) in enumerate(zip(paths, part.tensors, strict=True))
     ], static
@@ -145,8 +151,9 @@ def _late(
     orders: list[tuple[int, ...] | None],
 ) -> set[int]:
     """Leaves that only an optimizer's step writes, as far as can be told: none of their memory is another leaf's."""
+    known = {id(reference.tensor): reference.key for reference in references}
     keys = {
-        tie_key(tensor)
+        known.get(id(tensor)) or tie_key(tensor)
         for component in components
         for optimizer in component.optimizers()
         for tensor in stepped(optimizer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from easyckpt.errors import UnsupportedValue
@@ -33,35 +34,40 @@ def require_supported(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     return tensor
 
 
+_KNOWN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
 def _refusal(tensor: torch.Tensor) -> str | None:
     kind = type(tensor)
-    if any(base.__name__ == "DTensor" for base in kind.__mro__):
-        return "is a DTensor: sharded state is not supported yet"
-    if is_lazy(tensor):
-        return "is a lazy parameter without a shape: run one forward pass before the Checkpointer is used"
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return (
-            f"is a tensor subclass ({kind.__module__}.{kind.__qualname__}) whose content is not its storage; "
-            "hand over its plain tensors through an object with state_dict and load_state_dict"
-        )
+    if kind not in _KNOWN:
+        if any(base.__name__ == "DTensor" for base in kind.__mro__):
+            return "is a DTensor: sharded state is not supported yet"
+        if is_lazy(tensor):
+            return "is a lazy parameter without a shape: run one forward pass before the Checkpointer is used"
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return (
+                f"is a tensor subclass ({kind.__module__}.{kind.__qualname__}) whose content is not its storage; "
+                "hand over its plain tensors through an object with state_dict and load_state_dict"
+            )
     if tensor.is_nested or tensor.layout is not torch.strided:
         what = "nested" if tensor.is_nested else str(tensor.layout)
         return f"is a {what} tensor, which cannot be kept exactly; hand over its indices and values as plain tensors"
     if tensor.is_quantized:
         return "is a quantized tensor; hand over its int_repr() and its scales as plain tensors"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "is on the meta device: it has no values to save; materialize the module first"
-    return _freed(tensor)
+    return None
 
 
-def _freed(tensor: torch.Tensor) -> str | None:
-    if tensor.numel() == 0:
-        return None
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    if tensor.untyped_storage().nbytes() >= needed:
-        return None
-    return "has lost its storage (freed or sharded by another library); save when the full tensor is there"
+def require_memory(tensor: torch.Tensor, path: Path) -> int:
+    """The data pointer of `tensor` (0 only when it is empty). Raises UnsupportedValue where its memory is gone."""
+    pointer = tensor.data_ptr()
+    if not pointer and tensor.numel():
+        raise UnsupportedValue(
+            f"{codec.path_text(path)}: has lost its storage (freed or sharded by another library); "
+            "save when the full tensor is there"
+        )
+    return pointer
 
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
