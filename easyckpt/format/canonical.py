@@ -39,7 +39,7 @@ def loads(data: bytes | bytearray | memoryview) -> Json:
 
 def _deeper_than(value: Json, limit: int) -> bool:
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(limit):
         level = [
             child
             for container in level

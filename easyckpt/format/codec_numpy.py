@@ -97,7 +97,7 @@ def _read_scalar(payload: Json) -> Any:
 
 
 def _encode_text_scalar(value: np.str_) -> Json:
-    return _text(str(value).encode("utf-8", "surrogatepass"))
+    return _text(value.encode("utf-8", "surrogatepass"))  # str() would drop trailing zeros
 
 
 def _read_text_scalar(payload: Json) -> Any:
