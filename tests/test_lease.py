@@ -1,0 +1,501 @@
+"""The lease: one writer for a root, takeover only from the dead, and the late sleeper stops."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+from support.recording import VARIANTS, RecordingStorage
+
+from easyckpt import failpoints
+from easyckpt.errors import LeaseLost, OutOfSpace, RootInUse
+from easyckpt.format import layout
+from easyckpt.format.manifest import LeaseRecord
+from easyckpt.memory.owner import OwnerLock
+from easyckpt.storage import lease as lease_module
+from easyckpt.storage.lease import Lease
+from easyckpt.storage.local import LocalStorage
+
+RUN = "0123456789abcdef" * 2
+TIMEOUT = 60.0
+
+
+class FakeClock:
+    """Time passes only in sleep; `at` maps moments to what others do then."""
+
+    def __init__(self, at=None, wall=1e9):
+        self.now = 0.0
+        self.wall = wall
+        self.at = dict(at or {})
+
+    def monotonic(self):
+        return self.now
+
+    def time(self):
+        return self.wall + self.now
+
+    def sleep(self, seconds):
+        assert seconds > 0
+        self.now += seconds
+        for moment in sorted(self.at):
+            if moment <= self.now:
+                self.at.pop(moment)()
+
+
+@pytest.fixture(autouse=True)
+def _disarm():
+    yield
+    failpoints.arm("")
+
+
+@pytest.fixture
+def storage(tmp_path):
+    storage = LocalStorage(tmp_path / "root")
+    storage.makedirs("")
+    return storage
+
+
+def make(storage, *, clock=None, lock=None, is_free=None, environ=None, timeout=TIMEOUT, incarnation="i1"):
+    return Lease(
+        storage,
+        root_lock_path=lock,
+        incarnation=incarnation,
+        run=RUN,
+        timeout=timeout,
+        clock=clock or FakeClock(),
+        is_free=is_free,
+        environ=environ or {},
+    )
+
+
+def foreign(storage, **changes):
+    """A lease of another host's process, as it lies in the root."""
+    record = replace(
+        LeaseRecord(
+            host="node7",
+            boot="elsewhere/1/2",
+            pid=4711,
+            run=RUN,
+            incarnation="other",
+            token="f" * 32,
+            lock="/dev/shm/other.owner",
+            renewed=5,
+            time=123.0,
+        ),
+        **changes,
+    )
+    storage.replace(layout.LEASE, record.to_bytes())
+    return record
+
+
+def renew(storage, record):
+    def do():
+        storage.replace(layout.LEASE, replace(record, renewed=record.renewed + 1).to_bytes())
+
+    return do
+
+
+def on_disk(storage):
+    return LeaseRecord.from_bytes(storage.read(layout.LEASE))
+
+
+def test_free_root_is_taken_at_once_and_given_back(storage):
+    clock = FakeClock()
+    lease = make(storage, clock=clock)
+    lease.acquire()
+    lease.acquire()
+    assert clock.now == 0
+    record = on_disk(storage)
+    assert (record.host, record.pid, record.run, record.renewed) == (socket.gethostname(), os.getpid(), RUN, 0)
+    lease.check()
+    lease.renew()
+    lease.renew()
+    assert on_disk(storage).renewed == 2
+    lease.release()
+    lease.release()
+    assert storage.listdir("") == []
+    with pytest.raises(LeaseLost):
+        lease.check()
+    with pytest.raises(LeaseLost):
+        lease.renew()
+    lease.acquire()
+    lease.check()
+
+
+def test_silent_owner_of_another_host_is_waited_for(storage):
+    foreign(storage)
+    said = []
+    clock = FakeClock()
+    lease = make(storage, clock=clock)
+    lease.acquire(said.append)
+    assert clock.now == pytest.approx(TIMEOUT)
+    assert len(said) == 6
+    assert re.search(r"waiting for /.*process 4711 on host node7.*after 60 s", said[0])
+    lease.check()
+    assert storage.listdir("") == [layout.LEASE]
+
+
+@pytest.mark.parametrize("moment", [0.5, 30, 59.5])
+def test_renewal_seen_is_an_error_that_names_the_owner(storage, moment):
+    record = foreign(storage)
+    clock = FakeClock({moment: renew(storage, record)})
+    with pytest.raises(RootInUse, match=r"process 4711 on host node7.*renewed its lease.*another root"):
+        make(storage, clock=clock).acquire()
+    assert clock.now <= moment + lease_module.POLL_SECONDS
+    assert on_disk(storage).token == record.token
+
+
+@pytest.mark.parametrize("wall", [0.0, 1e9, 4e9])
+@pytest.mark.parametrize("theirs", [0.0, 1e9, 8e9])
+def test_wall_clocks_mean_nothing(storage, wall, theirs):
+    foreign(storage, time=theirs)
+    clock = FakeClock(wall=wall)
+    make(storage, clock=clock).acquire()
+    assert clock.now == pytest.approx(TIMEOUT)
+
+
+def test_owner_that_leaves_while_we_watch(storage):
+    foreign(storage)
+    clock = FakeClock({10: lambda: storage.remove(layout.LEASE)})
+    lease = make(storage, clock=clock)
+    lease.acquire()
+    assert clock.now == 10
+    lease.check()
+
+
+def test_another_owner_that_comes_while_we_watch(storage):
+    foreign(storage)
+    clock = FakeClock({10: lambda: foreign(storage, token="e" * 32, host="node8")})
+    with pytest.raises(RootInUse, match="node8"):
+        make(storage, clock=clock).acquire()
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff" * 100, b'{"format": 99}'])
+def test_unreadable_lease_is_waited_for_like_any_other(storage, data):
+    storage.replace(layout.LEASE, data)
+    with pytest.raises(RootInUse, match="cannot be read here"):
+        make(storage, clock=FakeClock({5: lambda: storage.replace(layout.LEASE, data + b" ")})).acquire()
+    clock = FakeClock()
+    lease = make(storage, clock=clock)
+    lease.acquire()
+    assert clock.now == pytest.approx(TIMEOUT)
+    lease.check()
+    assert storage.listdir("") == [layout.LEASE]
+
+
+# Proofs of death.
+
+
+def here(storage, lock, **changes):
+    return foreign(storage, host=socket.gethostname(), boot=lease_module._place(lock), lock=lock, **changes)
+
+
+@pytest.fixture
+def lock_file(tmp_path):
+    path = tmp_path / "rank0.lock"
+    path.touch(mode=0o600)
+    return str(path)
+
+
+def test_free_record_lock_on_this_host_proves_death(storage, lock_file):
+    here(storage, lock_file)
+    clock = FakeClock()
+    make(storage, clock=clock, is_free=OwnerLock.is_free).acquire()
+    assert clock.now == 0
+
+
+@pytest.mark.parametrize("answer", [False, None])
+def test_lock_that_is_held_or_unknown_proves_nothing(storage, lock_file, answer):
+    here(storage, lock_file)
+    clock = FakeClock()
+    make(storage, clock=clock, is_free=lambda path: answer).acquire()
+    assert clock.now == pytest.approx(TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    "change", [{"host": "node7"}, {"boot": "another-boot/1/2"}, {"boot": ""}, {"lock": ""}, {"lock": "/no/such"}]
+)
+def test_lock_of_another_place_proves_nothing(storage, lock_file, change):
+    record = here(storage, lock_file)
+    storage.replace(layout.LEASE, replace(record, **change).to_bytes())
+    clock = FakeClock()
+    make(storage, clock=clock, is_free=lambda path: True).acquire()
+    assert clock.now == pytest.approx(TIMEOUT)
+
+
+def test_new_lock_file_under_the_old_path_proves_nothing(storage, lock_file):
+    # RemoveIPC at logout, or another container's /dev/shm: the path is the same, the owner holds another file.
+    here(storage, lock_file)
+    os.rename(lock_file, lock_file + ".old")
+    with open(lock_file, "w"):
+        pass
+    clock = FakeClock()
+    make(storage, clock=clock, lock=lock_file, is_free=lambda path: True).acquire()
+    assert clock.now == pytest.approx(TIMEOUT)
+
+
+def test_own_lock_proves_death_of_who_held_it(storage, lock_file):
+    here(storage, lock_file)
+    clock = FakeClock()
+    make(storage, clock=clock, lock=lock_file, is_free=lambda path: False).acquire()
+    assert clock.now == 0
+
+
+def test_owner_that_dies_while_we_watch(storage, lock_file):
+    here(storage, lock_file)
+    dead = []
+    clock = FakeClock({7: lambda: dead.append(True)})
+    make(storage, clock=clock, is_free=lambda path: bool(dead)).acquire()
+    assert clock.now == 7
+
+
+def elastic(run, count):
+    return {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": str(count)}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "proven"),
+    [
+        (("job", 0), ("job", 1), True),
+        (("job", 1), ("job", 1), False),
+        (("job", 2), ("job", 1), False),
+        (("job", 0), ("other", 1), False),
+        (("none", 0), ("none", 1), False),
+        ((None, 0), ("job", 1), False),
+    ],
+)
+def test_higher_restart_count_of_the_same_elastic_run(storage, theirs, mine, proven):
+    environ = {} if theirs[0] is None else elastic(*theirs)
+    first = make(storage, environ=environ)
+    first.acquire()
+    foreign(storage, elastic_run=on_disk(storage).elastic_run, restart_count=on_disk(storage).restart_count)
+    clock = FakeClock()
+    make(storage, clock=clock, environ=elastic(*mine)).acquire()
+    assert clock.now == (0 if proven else pytest.approx(TIMEOUT))
+
+
+def test_two_owners_in_one_process(storage, lock_file):
+    first = make(storage, lock=lock_file)
+    first.acquire()
+    second = make(storage, lock=lock_file, is_free=lambda path: True)
+    with pytest.raises(RootInUse, match="another Checkpointer of this process"):
+        second.acquire()
+    first.check()
+    first.release()
+    second.acquire()
+    second.release()
+
+
+def test_dropped_owner_in_one_process_is_no_owner(storage, lock_file):
+    make(storage, lock=lock_file).acquire()  # never released: its Checkpointer failed and was thrown away
+    clock = FakeClock()
+    make(storage, lock=lock_file, clock=clock).acquire()
+    assert clock.now == 0
+
+
+# Succession.
+
+
+def test_late_sleeper_finds_its_successor(storage):
+    sleeper = make(storage)
+    sleeper.acquire()
+    lease_module._living.clear()  # as if it were another process
+    taker = make(storage)
+    taker.acquire()
+    taker.check()
+    for call in (sleeper.check, sleeper.check, sleeper.renew):
+        with pytest.raises(LeaseLost, match="does not own" if call is sleeper.renew else "taken over|does not own"):
+            call()
+    sleeper.release()
+    taker.renew()
+    assert on_disk(storage).renewed == 1
+
+
+def test_sleeper_stops_already_at_the_claim(storage):
+    sleeper = make(storage)
+    sleeper.acquire()
+    lease_module._living.clear()
+    failpoints.arm("lease.takeover.claimed=error:EIO")
+    with pytest.raises(OSError, match="Input/output"):
+        make(storage).acquire()
+    with pytest.raises(LeaseLost, match="taken over"):
+        sleeper.renew()
+
+
+def test_owner_that_renews_in_the_last_moment_keeps_the_root(storage, monkeypatch):
+    record = foreign(storage)
+    link = storage.link_exclusive
+
+    def renewed_first(path, data):
+        renew(storage, record)()
+        return link(path, data)
+
+    monkeypatch.setattr(storage, "link_exclusive", renewed_first)
+    clock = FakeClock()
+    lease = make(storage, clock=clock)
+    clock.at[61] = renew(storage, replace(record, renewed=9))
+    with pytest.raises(RootInUse, match="node7"):
+        lease.acquire()
+    assert storage.listdir("") == [layout.LEASE]
+
+
+def test_removed_lease_is_lost(storage):
+    lease = make(storage)
+    lease.acquire()
+    storage.remove(layout.LEASE)
+    with pytest.raises(LeaseLost, match="was removed"):
+        lease.check()
+
+
+def test_many_contenders_for_a_dead_owner_yield_one(storage):
+    foreign(storage)
+    leases = [make(LocalStorage(storage.root)) for _ in range(6)]
+    barrier = threading.Barrier(len(leases))
+    outcome = {}
+
+    def contend(lease):
+        barrier.wait()
+        try:
+            lease.acquire()
+            outcome[lease] = "owner"
+        except RootInUse:
+            outcome[lease] = "refused"
+
+    threads = [threading.Thread(target=contend, args=(lease,)) for lease in leases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    owners = [lease for lease, result in outcome.items() if result == "owner"]
+    assert len(outcome) == len(leases)
+    assert len(owners) == 1
+    owners[0].check()
+    assert storage.listdir("") == [layout.LEASE]
+
+
+def test_contender_that_decided_too_early_does_not_rob_the_new_owner(storage):
+    foreign(storage)
+    slow, quick = make(storage), make(storage)
+    decision = slow._look()
+    quick.acquire()
+    slow._take_over(decision)
+    assert not slow.held
+    quick.check()
+    assert storage.listdir("") == [layout.LEASE]
+
+
+@pytest.mark.parametrize("place", ["lease.takeover.claimed", "lease.takeover.taken"])
+def test_contender_that_dies_on_the_way_is_succeeded(storage, place):
+    foreign(storage)
+    failpoints.arm(f"{place}=error:EIO")
+    with pytest.raises(OSError, match="Input/output"):
+        make(storage).acquire()
+    clock = FakeClock()
+    lease = make(storage, clock=clock)
+    lease.acquire()
+    assert clock.now == pytest.approx(TIMEOUT)
+    lease.check()
+    lease.renew()
+    lease.release()
+    assert not storage.exists(layout.LEASE)
+
+
+def test_full_disk_while_renewing(storage):
+    lease = make(storage)
+    lease.acquire()
+    failpoints.arm("storage.replace.written=error:ENOSPC")
+    with pytest.raises(OutOfSpace):
+        lease.renew()
+    lease.check()
+    lease.renew()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_power_cut_anywhere_leaves_a_root_that_can_be_taken(tmp_path, variant):
+    storage = RecordingStorage(tmp_path / "root")
+    storage.makedirs("")
+    foreign(storage)
+    begin = len(storage.operations)
+    lease = make(storage)
+    lease.acquire()
+    taken = len(storage.operations)
+    lease.renew()
+    lease.release()
+    lease_module._living.clear()
+    for k in range(begin, len(storage.operations) + 1):
+        storage.materialise(k, variant, tmp_path / str(k))
+        after = LocalStorage(tmp_path / str(k))
+        if k == taken:
+            assert LeaseRecord.from_bytes(after.read(layout.LEASE)).host == socket.gethostname()
+        survivor = make(after)
+        survivor.acquire()
+        survivor.check()
+        survivor.release()
+
+
+# Real processes.
+
+OWNER_SCRIPT = """
+import sys, time
+from easyckpt.memory.owner import OwnerLock
+from easyckpt.storage.lease import Lease
+from easyckpt.storage.local import LocalStorage
+lock = OwnerLock(sys.argv[2])
+assert lock.try_acquire()
+storage = LocalStorage(sys.argv[1])
+storage.makedirs("")
+lease = Lease(storage, root_lock_path=sys.argv[2], incarnation="i", run="0123456789abcdef" * 2, timeout=60,
+              is_free=OwnerLock.is_free)
+lease.acquire()
+print("owner", flush=True)
+sys.stdin.read()
+"""
+
+
+def start_owner(storage, lock, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", OWNER_SCRIPT, storage.root, lock],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def test_killed_process_is_succeeded_at_once(storage, tmp_path):
+    lock = str(tmp_path / "lock")
+    with start_owner(storage, lock) as owner:
+        assert owner.stdout.readline() == "owner\n"
+        clock = FakeClock({20: renew(storage, on_disk(storage))})
+        said = []
+        with pytest.raises(RootInUse, match=f"process {owner.pid} "):
+            make(storage, clock=clock, is_free=OwnerLock.is_free).acquire(said.append)
+        assert said  # alive: it was waited for
+        owner.kill()
+        owner.wait()
+    clock = FakeClock()
+    make(storage, clock=clock, is_free=OwnerLock.is_free).acquire()
+    assert clock.now == 0
+
+
+@pytest.mark.parametrize("place", sorted(n for n in failpoints.NAMES if n.startswith(("lease.acq", "lease.take"))))
+def test_killed_while_acquiring(storage, tmp_path, place):
+    if "takeover" in place:
+        foreign(storage, host=socket.gethostname())
+        gone = tmp_path / "gone.lock"
+        gone.touch(mode=0o600)
+        here(storage, str(gone))
+    lock = str(tmp_path / "lock")
+    with start_owner(storage, lock, EASYCKPT_FAILPOINTS=f"{place}=kill") as owner:
+        assert owner.wait() == -9
+    clock = FakeClock()
+    lease = make(storage, clock=clock, is_free=OwnerLock.is_free)
+    lease.acquire()
+    assert clock.now == 0
+    lease.check()
+    lease.release()
+    assert not storage.exists(layout.LEASE)
