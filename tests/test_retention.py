@@ -159,7 +159,11 @@ def test_trash_that_a_crash_left_is_removed(storage):
 
 @pytest.mark.parametrize(
     ("point", "still"),
-    [("retention.rename.before@2", [20, 30, 40]), ("retention.rename.after@2", [30, 40]), ("retention.delete", [30, 40])],
+    [
+        ("retention.rename.before@2", [20, 30, 40]),
+        ("retention.rename.after@2", [30, 40]),
+        ("retention.delete", [30, 40]),
+    ],
 )
 def test_after_a_crash_anywhere_each_is_whole_or_trash_and_the_next_retention_finishes(storage, point, still):
     commit(storage, 10, 20, 30, 40)

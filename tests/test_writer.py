@@ -126,7 +126,7 @@ def test_shard_and_index_are_durable_in_this_order(storage):
 def test_an_error_anywhere_is_raised_and_leaves_no_thread(storage, name, error):
     failpoints.arm(f"{name}=error:{error}")
     view = make_view({"big": torch.zeros(40 * MIB, dtype=torch.uint8)})
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match=name) as caught:
         ShardWriter(storage).write("attempt", view, write_replicated=True)
     assert caught.value.errno == getattr(errno, error)
     assert not [thread for thread in threading.enumerate() if thread.name == "easyckpt-hash"]

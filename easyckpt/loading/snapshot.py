@@ -77,12 +77,16 @@ class Snapshot:
 
 
 def _pretend_writable(view: memoryview) -> memoryview | ctypes.Array[ctypes.c_ubyte]:
-    """The same memory as a buffer that torch takes without a warning; it keeps `view` alive."""
-    if not view.readonly:
-        return view
-    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
-    array = (ctypes.c_ubyte * view.nbytes).from_address(address)
-    array._keep = view  # type: ignore[attr-defined]
+    """The same memory as a buffer that torch takes without a warning.
+
+    It keeps the memory, not `view`: whoever handed that out may release it, and torch holds a buffer only by name.
+    """
+    kept = view[:]
+    if not kept.readonly:
+        return kept
+    address = np.frombuffer(kept, dtype=np.uint8).ctypes.data
+    array = (ctypes.c_ubyte * kept.nbytes).from_address(address)
+    array._keep = kept  # type: ignore[attr-defined]
     return array
 
 
@@ -109,7 +113,7 @@ def open_memory(view: SlotView, *, rank: int, world_size: int, where: str = "sha
         layout=layout,
         objects=objects,
         metrics=_numbers(logged) if isinstance(logged, Mapping) else {},
-        image=view.image,
+        image=view.image[:],
         places=[leaf.offset for leaf in layout.leaves],
     )
 
