@@ -29,7 +29,7 @@ from easyckpt.memory.arena import Arena
 from easyckpt.memory.owner import OwnerLock
 from easyckpt.saving.commit import CommitContext
 from easyckpt.saving.coordinator import Coordinator
-from easyckpt.saving.copying import Copier, CpuCopier
+from easyckpt.saving.cuda_copying import make_copier
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
@@ -58,6 +58,11 @@ class OpenedRoot:
     arena: Arena
     memory_dir: str
     user: str
+
+
+def uses_cuda() -> bool:
+    """Whether this process has touched a GPU: building the model there has, before the Checkpointer is made."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def user_name() -> str:
@@ -101,7 +106,7 @@ def open_root(
             run=str(identity["run"]),
             incarnation=str(identity["incarnation"]),
             budget_bytes=share,
-            pin=torch.cuda.is_available() and torch.cuda.is_initialized(),
+            pin=uses_cuda(),
         )
         for view in arena.adopt():
             view.close()
@@ -209,6 +214,18 @@ def committed_by(storage: LocalStorage, naming: layout.NamingScheme) -> Callable
     return look
 
 
+def dead_peers(opened: OpenedRoot, ranks: Ranks) -> list[int]:
+    """Ranks of this node whose processes have certainly ended: nobody holds their arena's lock."""
+    return [
+        rank
+        for rank in range(ranks.world_size)
+        if rank != ranks.rank
+        and OwnerLock.is_free(
+            os.path.join(opened.memory_dir, layout.owner_file(opened.user, opened.arena_id, rank))
+        )
+    ]
+
+
 def join(
     opened: OpenedRoot,
     *,
@@ -245,9 +262,10 @@ def join(
         incarnation=opened.incarnation,
         emit=events.emit,
         committed_by=committed_by(opened.storage, naming),
+        dead_peers=lambda: dead_peers(opened, ranks),
     )
     stager = Stager(
-        make_copier(),
+        make_copier(uses_cuda()),
         optimizers=capture.optimizers(),
         scaler_skipped=ScalerWatch(scalers).skipped_a_step,
         overlap=config.overlap,
@@ -274,11 +292,6 @@ def join(
         events=events,
         metrics=metrics,
     )
-
-
-def make_copier() -> Copier:
-    """The copier for the devices of this process."""
-    return CpuCopier()
 
 
 def reserve(capture: StateCapture, arena: Arena, config: CheckpointConfig) -> None:

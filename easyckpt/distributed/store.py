@@ -1,15 +1,18 @@
 """An own, bounded connection to the job's c10d store.
 
 Three things about c10d stores shape this. A client serves one call at a time, so that a wait in one thread blocks
-every other thread's calls: each thread here has an own client, and waits by polling. Most calls wait for their
-answer without any time limit; `wait` on a key that exists is the one that is both instant and bounded, so it goes
-before each of them (what stays open is a server that falls silent, without closing its connections, in the 30
-microseconds between the two). And the server may live in rank 0's process, held up by nothing but references to the store
-object: a client keeps the object that it was made from, so that destroy_process_group() does not take the server away.
+every other thread's calls: each thread here has an own client, and waits by polling. No call has a time limit against
+a server that falls silent, as a lost node or a stopped process does (even `wait` goes on to wait for the answer to its
+own cancellation): the connection's socket itself gets one. And the server may live in rank 0's process, held up by
+nothing but references to the store object: a client keeps the object that it was made from, so that
+destroy_process_group() does not take the server away.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -56,15 +59,19 @@ class StoreClient:
         self._kept: Any = store
         self._broken: str | None = None
         base = base_store(store)
-        self._bounded_ping = isinstance(base, _dist.TCPStore)
-        self._place = f"{base.host}:{base.port}" if self._bounded_ping else type(base).__name__
+        over_tcp = isinstance(base, _dist.TCPStore)
+        self._place = f"{base.host}:{base.port}" if over_tcp else type(base).__name__
+        before = _descriptors()
         self._store: Any = self._guard(lambda: _second_client(base, timeout, world_size))
+        self._socket = _new_socket(before, base.port) if over_tcp else None
+        self._limit = 0.0
         self._guard(lambda: self._store.set_timeout(timedelta(seconds=timeout)))
         self._guard(lambda: self._store.set(ALIVE, b"1"))
 
     def set(self, key: str, value: bytes, deadline: float | None = None) -> None:
         """Write `key`; the next read by anybody sees it."""
         self._call(lambda: self._store.set(key, value), deadline)
+        self.check([ALIVE], deadline)  # a set has no answer, and would be lost in silence with the server
 
     def get_many(self, keys: Sequence[str], deadline: float | None = None) -> list[bytes]:
         """The values of `keys`, which must all exist."""
@@ -91,14 +98,23 @@ class StoreClient:
         """Give up the connection, and the hold on the store object."""
         self._broken = "this connection to the c10d store was closed"
         self._store = self._kept = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def _call(self, operation: Callable[[], T], deadline: float | None) -> T:
         if self._broken is not None:
             raise PeerError(self._broken)
-        if self._bounded_ping:
-            left = self._timeout if deadline is None else max(deadline - time.monotonic(), _GRACE)
-            self._guard(lambda: self._store.wait([ALIVE], timedelta(seconds=left)))
+        self._bound(self._timeout if deadline is None else max(deadline - time.monotonic(), _GRACE))
         return self._guard(operation)
+
+    def _bound(self, seconds: float) -> None:
+        """Let no answer of the server take longer than about `seconds`."""
+        if self._socket is not None and not 0.9 * seconds <= self._limit <= seconds:
+            interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+            self._limit = seconds
 
     def _guard(self, operation: Callable[[], T]) -> T:
         """Run `operation`; a failure of the store ends this client, whose stream may be out of step from then on."""
@@ -130,3 +146,43 @@ def _second_client(base: Any, timeout: float, world_size: int) -> Any:
         f"the process group's store is a {type(base).__name__}, which easyckpt cannot open a second connection to:"
         " make the group with init_method env://, tcp:// or file://, under torchrun, or with a TCPStore of your own"
     )
+
+
+def _descriptors() -> set[int]:
+    """The open descriptors of this process; empty where the system does not tell."""
+    try:
+        return {int(name) for name in os.listdir("/proc/self/fd")}
+    except OSError:
+        return set()
+
+
+def _new_socket(before: set[int], port: int) -> socket.socket | None:
+    """The socket, not open `before`, that is connected to `port`; None where it cannot be told for certain."""
+    found: list[socket.socket] = []
+    for descriptor in _descriptors() - before if before else ():
+        try:
+            copy = os.dup(descriptor)
+        except OSError:
+            continue
+        try:
+            connection = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            continue
+        connection.setblocking(True)  # the flag is shared with torch's descriptor; a default timeout would clear it
+        if _is_connected_to(connection, port):
+            found.append(connection)
+        else:
+            connection.close()
+    if len(found) == 1:
+        return found[0]
+    for connection in found:
+        connection.close()
+    return None
+
+
+def _is_connected_to(connection: socket.socket, port: int) -> bool:
+    try:
+        return bool(connection.getpeername()[1] == port)
+    except (OSError, IndexError):
+        return False

@@ -208,6 +208,11 @@ def _arena_stem(user: str, arena: str, rank: int) -> str:
     return f"{_arena_prefix(user)}-{arena}-{_checked_number(rank, MAX_RANK, 'rank'):05d}"
 
 
+def owner_beside(slot_path: str) -> str:
+    """The owner file of the arena that the slot at `slot_path` belongs to, in the same directory."""
+    return slot_path.rpartition(".")[0] + ".owner"
+
+
 def node_lock_file(user: str) -> str:
     """``easyckpt-<user>.lock``: held while ranks of one node divide its memory."""
     return _arena_prefix(user) + ".lock"

@@ -46,6 +46,7 @@ class Coordinator:
         incarnation: str,
         emit: Callable[[Event], None],
         committed_by: Callable[[Flush], bool],
+        dead_peers: Callable[[], list[int]],
     ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
@@ -58,6 +59,7 @@ class Coordinator:
         self._adopted: tuple[str, int] | None = None
         self._ranks, self._mailbox, self._arena, self._flusher = ranks, mailbox, arena, flusher
         self._config, self._emit, self._committed_by = config, emit, committed_by
+        self._dead_peers = dead_peers
         self._leader = _make_leader(ranks, config, incarnation) if ranks.rank == 0 else None
         self._post = Post()
         self._posted: Post | None = None
@@ -212,6 +214,7 @@ class Coordinator:
             if board != self._board and board.line == self._post.line:
                 self._moved = time.monotonic()
                 self._listen(board)
+        self._give_up_on_the_dead()
         self._check_silence()
         return (self._board, self._posted) != before
 
@@ -380,6 +383,12 @@ class Coordinator:
         self._held[step] = self._held.get(step, 0) - 1
         if self._held[step] <= 0:
             del self._held[step]
+
+    def _give_up_on_the_dead(self) -> None:
+        """In an emergency nobody waits for a rank that is known to be dead."""
+        if self.preempted and not self.emergency_over.is_set() and (dead := self._dead_peers()):
+            logger.warning("the emergency flush is given up: rank %s has died", ", ".join(map(str, dead)))
+            self.emergency_over.set()
 
     def _check_silence(self) -> None:
         """Give up on a rank 0 that has not moved for longer than anything it decides may take."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -32,7 +32,7 @@ _move_holding_gil.argtypes, _move_holding_gil.restype = _ARGUMENTS, None
 _move = ctypes.CDLL(None).memmove
 _move.argtypes, _move.restype = _ARGUMENTS, None
 
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 class CopyJob(Protocol):
@@ -87,47 +87,53 @@ class _CopyPlan:
     sizes: list[int]
 
 
-@dataclass(slots=True)
-class CpuCopyJob:
-    """A copy on a CPU. Holds the sources until it is done."""
+class Arrival:
+    """What every CopyJob has in common: the moment when the last byte is there, and what went wrong."""
 
-    sources: list[torch.Tensor]
-    numbers: list[int]
-    versions: list[int]
-    error: BaseException | None = None
-    _done: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _actions: list[Callable[[], None]] = field(default_factory=list)
-
-    def wait_before_step(self) -> None:
-        """See CopyJob."""
-        self._done.wait()
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._arrived = threading.Event()
+        self._lock = threading.Lock()
+        self._actions: list[Callable[[], None]] = []
 
     def wait(self) -> None:
         """See CopyJob."""
-        self._done.wait()
+        self._arrived.wait()
 
     def on_arrival(self, action: Callable[[], None]) -> None:
         """See CopyJob."""
         with self._lock:
-            if not self._done.is_set():
+            if not self._arrived.is_set():
                 self._actions.append(action)
                 return
         action()
-
-    def written_to(self) -> list[int]:
-        """See CopyJob."""
-        now = map(_version, self.sources)
-        return [number for number, then, new in zip(self.numbers, self.versions, now, strict=True) if then != new]
 
     def finish(self, error: BaseException | None) -> None:
         """Called by whoever copies."""
         self.error = error
         with self._lock:
-            self._done.set()
+            self._arrived.set()
             actions, self._actions = self._actions, []
         for action in actions:
             action()
+
+
+class CpuCopyJob(Arrival):
+    """A copy on a CPU. Holds the sources until it is done."""
+
+    def __init__(self, sources: list[torch.Tensor], numbers: list[int]) -> None:
+        super().__init__()
+        self.sources, self.numbers = sources, numbers
+        self.versions = list(map(version_of, sources))
+
+    def wait_before_step(self) -> None:
+        """See CopyJob."""
+        self.wait()
+
+    def written_to(self) -> list[int]:
+        """See CopyJob."""
+        now = map(version_of, self.sources)
+        return [number for number, then, new in zip(self.numbers, self.versions, now, strict=True) if then != new]
 
 
 class CpuCopier:
@@ -144,7 +150,7 @@ class CpuCopier:
         pointers = list(map(torch.Tensor.data_ptr, sources))
         base = slot.address
         late_sources = [sources[number] for number in plan.late_moves]
-        job = CpuCopyJob(late_sources, plan.late_moves, list(map(_version, late_sources)))
+        job = CpuCopyJob(late_sources, plan.late_moves)
         for number in plan.early_moves:
             size = plan.sizes[number]
             move = _move_holding_gil if size < SMALL_BYTES[0] else _move
@@ -157,6 +163,15 @@ class CpuCopier:
         else:
             job.finish(None)
         return job
+
+    def copy_now(self, capture: Capture, slot: Slot, numbers: Iterable[int]) -> None:
+        """Copy the leaves `numbers` before returning."""
+        for number in numbers:
+            leaf, source = capture.layout.leaves[number], capture.sources[number]
+            if number in capture.strided:
+                copy_strided(source, slot.address + leaf.offset, leaf.nbytes)
+            elif leaf.nbytes:
+                _move_holding_gil(slot.address + leaf.offset, source.data_ptr(), leaf.nbytes)
 
     def stop(self) -> None:
         """See Copier."""

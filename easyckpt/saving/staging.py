@@ -78,6 +78,8 @@ class Stager:
         self._checksum = checksum
         self._emit, self._on_sealed, self._on_discarded = emit, on_sealed, on_discarded
         self._window: _Window | None = None
+        self._unsealed: list[_Window] = []
+        """Snapshots whose bytes may still be on their way (on a GPU the host runs ahead of them)."""
         self._lock = threading.Lock()
         self._fired = False
         self._trusted = False
@@ -114,6 +116,7 @@ class Stager:
         )
         window = _Window(meta, slot, capture, job, begun)
         self._window = window
+        self._unsealed.append(window)
         self._emit(SnapshotBegun(step=step, bytes=meta.image_bytes, seconds=time.perf_counter() - begun))
         if not late:
             self._check(window)
@@ -123,7 +126,7 @@ class Stager:
         with self._lock:
             window = self._window
             if window is not None:
-                window.job.wait()
+                window.job.wait_before_step()
                 missed = by == "save" and not self._fired and not self._scaler_skipped()
                 if missed:
                     self._miss(window)
@@ -131,8 +134,10 @@ class Stager:
                     self._check(window)
             elif self._fired:
                 self._trusted, self._misses = True, 0
-        if window is not None:
-            window.over.wait()
+        self._unsealed = [other for other in self._unsealed if not other.over.is_set()]
+        if by != "save":
+            for other in self._unsealed:
+                other.over.wait()
         error, self._error = self._error, None
         if error is not None:
             raise error

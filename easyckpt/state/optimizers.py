@@ -104,7 +104,7 @@ class OptimizerComponent(Component):
         self._tensor_places: list[Path] = []
         self._value_places: list[Path] = []
         self._owners: list[int | None] = []  # number of the parameter whose state each tensor is
-        self._static: Json = None
+        self._static: dict[str, Json] = {}
 
     @override
     def optimizers(self) -> Iterator[Optimizer]:
@@ -130,7 +130,9 @@ class OptimizerComponent(Component):
 
     @override
     def describe(self, part: Part) -> tuple[list[Path], Json]:
-        return self._tensor_places + part.token[1], self._static
+        # Read here, not in the plan of the state: `p.data = q` may have changed a parameter's shape or device.
+        shapes: list[Json] = [[p.device.type, list(p.shape)] for p in _parameters(self.target)]
+        return self._tensor_places + part.token[1], {**self._static, "parameters": shapes}
 
     @override
     def replicated_refs(self, part: Part, replicated: Container[TieKey]) -> set[int]:
@@ -150,7 +152,7 @@ class OptimizerComponent(Component):
         return Encoded(found.tree, paths, found.tensors)
 
     def _plan(self, seen: _Look) -> None:
-        numbers, parameters = numbered(self.target), list(_parameters(self.target))
+        numbers = numbered(self.target)
         self._tensor_places, self._value_places, self._owners = [], [], []
         picks: list[int] = []
         rest: list[int] = []
@@ -175,7 +177,6 @@ class OptimizerComponent(Component):
         self._static = {
             "groups": list(seen.token[0]),
             "names": list(seen.token[-1]),
-            "parameters": [[parameter.device.type, list(parameter.shape)] for parameter in parameters],
             "entries": entries,
         }
 
