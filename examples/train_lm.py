@@ -120,7 +120,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--root", default="runs/lm", help="directory of the checkpoints")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-storage-interval", type=int, default=50, help="steps between checkpoints on storage")
-    parser.add_argument("--log", type=Path, help="CSV of step and loss")
+    parser.add_argument("--loss-csv", type=Path, help="log of step and loss")
     parser.add_argument("--final", type=Path, help="file for a digest of the final weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=4)
@@ -161,7 +161,7 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
     with easyckpt.Checkpointer(args.root, state, save_storage_interval=args.save_storage_interval) as ckpt:
         step = ckpt.load().step  # (4) 0 where nothing was found
-        log = LossLog(args.log, step) if args.log and rank == 0 else None
+        log = LossLog(args.loss_csv, step) if args.loss_csv and rank == 0 else None
         epoch = 0
         while step < args.steps:
             for windows in ckpt.batches(loader, epoch):  # (5) nothing for an epoch that is over
