@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from easyckpt.format.codec import Json
 from easyckpt.state.components import Fetch, Ref, Saved, owned
 from easyckpt.state.objects import EncodedComponent
 
@@ -40,18 +41,32 @@ class RngComponent(EncodedComponent):
 
     @override
     def check(self, saved: Saved, *, strict: bool) -> list[str]:
-        value = saved.decode(saved.dynamic)
-        words = value.get("python", {}).get("words") if isinstance(value, dict) else None
-        if not isinstance(words, Ref) or words.leaf.shape != (len(random.getstate()[1]),):
-            raise saved.damaged("the state of Python's generator is missing")
-        state = value.get("torch")
-        if not isinstance(state, Ref) or state.leaf.shape != tuple(torch.get_rng_state().shape):
-            raise saved.damaged("the state of torch's generator is missing")
+        fields = saved.fields(saved.dynamic)
+        python = saved.fields(fields.raw("python"))
+        python.number("version")
+        gauss = saved.decode(python.raw("gauss"))
+        if not _is_state(saved, python.raw("words"), "int64", len(random.getstate()[1])) or not (
+            gauss is None or isinstance(gauss, float)
+        ):
+            raise saved.damaged("the state of Python's generator is malformed")
+        if not _is_state(saved, fields.raw("torch"), "uint8", torch.get_rng_state().numel()):
+            raise saved.damaged("the state of torch's generator is malformed")
+        others = saved.decode(saved.dynamic)
+        if not isinstance(others.get("numpy", {}), dict):
+            raise saved.damaged("the state of NumPy's generator is malformed")
+        cuda = others.get("cuda", [])
+        if not isinstance(cuda, list) or not all(isinstance(ref, Ref) and ref.leaf.dtype == "uint8" for ref in cuda):
+            raise saved.damaged("the states of the CUDA generators are malformed")
         return []
 
     @override
     def apply(self, saved: Saved, fetch: Fetch, *, strict: bool) -> None:
         put_back(saved.decode(saved.dynamic, owned(saved, fetch, "cpu")))
+
+
+def _is_state(saved: Saved, tree: Json, dtype: str, length: int) -> bool:
+    ref = saved.decode(tree)
+    return isinstance(ref, Ref) and ref.leaf.dtype == dtype and ref.leaf.shape == (length,)
 
 
 def put_back(value: dict[str, Any]) -> None:
