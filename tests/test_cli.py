@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import easyckpt
 from easyckpt.cli import app, output
 from easyckpt.cli import rescue as rescue_command
 from easyckpt.format import layout
@@ -250,7 +251,7 @@ class Rescued:
     bytes: int
 
 
-def test_rescue_tells_what_it_committed(root, run, monkeypatch):
+def test_rescue_tells_what_it_committed(root, run, monkeypatch, memory_dir):
     calls = []
 
     def fake(*arguments):
@@ -261,12 +262,42 @@ def test_rescue_tells_what_it_committed(root, run, monkeypatch):
     ran = run("rescue", root, "--json")
     assert (ran.code, ran.document["rescued"][0]["step"]) == (0, 31)
     assert layout.step_dir(31) in run("rescue", root, "--memory-dir", "/elsewhere").out
-    assert calls == [(str(root), None), (str(root), "/elsewhere")]
+    monkeypatch.delenv("EASYCKPT_MEMORY_DIR")
+    run("rescue", root)
+    assert calls == [(str(root), str(memory_dir)), (str(root), "/elsewhere"), (str(root), None)]
 
 
 def test_rescue_with_nothing_in_memory_says_so(root, run, memory_dir):
     ran = run("rescue", root, "--memory-dir", memory_dir, "--json")
     assert (ran.code, ran.document["rescued"]) == (0, [])
+
+
+DIES = """
+import os, signal, sys, torch, easyckpt
+model = torch.nn.Linear(3, 3)
+checkpointer = easyckpt.Checkpointer(sys.argv[1], {"model": model}, save_storage_interval=1000)
+checkpointer.load()
+for step in (1, 2, 3):
+    torch.nn.init.constant_(model.weight, step)
+    checkpointer.save_if_needed(step)
+checkpointer.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_rescue_commits_what_a_killed_process_left_in_memory(tmp_path, run):
+    root = tmp_path / "run"
+    died = subprocess.run([sys.executable, "-c", DIES, str(root)], capture_output=True, timeout=240, check=False)
+    assert died.returncode == -9, died.stderr
+    assert run("ls", root, "--json").document["checkpoints"] == []
+    rescued = run("rescue", root, "--json")
+    assert (rescued.code, rescued.err) == (0, "")
+    assert rescued.document["rescued"][-1]["step"] == 3
+    assert run("verify", root).code == 0
+    model = torch.nn.Linear(3, 3)
+    assert easyckpt.restore(root, {"model": model}).step == 3
+    assert torch.equal(model.weight, torch.full((3, 3), 3.0))
+    assert run("rescue", root, "--json").document["rescued"] == []
 
 
 # -- bad input: one line, exit code 2, nothing changed

@@ -20,7 +20,8 @@ BASE = {"errors", "failpoints", "version"}
 BELOW = BASE | {"format"}
 TIERS = BELOW | {"memory", "distributed", "storage"}
 ROOMS_BELOW_SAVING = TIERS | {"state", "catalog", "config", "events"}
-ENGINE_AND_BELOW = ROOMS_BELOW_SAVING | {"saving", "loading", "engine", "wiring"}
+ENGINE = {"engine", "ending", "wiring"}  # the Checkpointer, how it ends, how it puts the rooms together
+ENGINE_AND_BELOW = ROOMS_BELOW_SAVING | {"saving", "loading"} | ENGINE
 
 #: room -> what it may import besides itself. Imports go one way:
 #: integrations -> engine -> saving | loading -> memory, distributed, storage -> format, and state stands beside format.
@@ -38,8 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "catalog": BELOW | {"storage"},
     "saving": ROOMS_BELOW_SAVING,
     "loading": ROOMS_BELOW_SAVING,
-    "wiring": ROOMS_BELOW_SAVING | {"saving", "loading"},  # the engine's constructor: puts the rooms together
-    "engine": ROOMS_BELOW_SAVING | {"saving", "loading", "wiring"},
+    **{part: ROOMS_BELOW_SAVING | {"saving", "loading"} | ENGINE for part in ENGINE},
     "integrations": ENGINE_AND_BELOW | {TOP},
     "cli": ENGINE_AND_BELOW,
     TOP: ENGINE_AND_BELOW | {"cli"},

@@ -21,7 +21,8 @@ def register(app: typer.Typer) -> None:
 def rescue(
     root: Annotated[str, typer.Argument(help="The checkpoint root of the run that died.", show_default=False)],
     memory_dir: Annotated[
-        str | None, typer.Option(help="Where the run kept its memory tier, if it set that.", show_default=False)
+        str | None,
+        typer.Option(help="The run's memory_dir, if it set one.", envvar="EASYCKPT_MEMORY_DIR", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> Answer:
