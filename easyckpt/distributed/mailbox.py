@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeAlias
 
 from easyckpt.distributed.store import StoreClient
 
-Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
+#: None, bool, int, float, str, list, or dict with str keys. Any, since whoever reads one knows its shape.
+Json: TypeAlias = Any
 
 
 class Mailbox(Protocol):

@@ -10,8 +10,10 @@ destroy_process_group() does not take the server away.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import stat
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -61,7 +63,7 @@ class StoreClient:
         base = base_store(store)
         over_tcp = isinstance(base, _dist.TCPStore)
         self._place = f"{base.host}:{base.port}" if over_tcp else type(base).__name__
-        before = _descriptors()
+        before = _open_sockets()
         self._store: Any = self._guard(lambda: _second_client(base, timeout, world_size))
         self._socket = _new_socket(before, base.port) if over_tcp else None
         self._limit = 0.0
@@ -148,32 +150,32 @@ def _second_client(base: Any, timeout: float, world_size: int) -> Any:
     )
 
 
-def _descriptors() -> set[int]:
-    """The open descriptors of this process; empty where the system does not tell."""
+def _open_sockets() -> set[tuple[int, int]]:
+    """(descriptor, inode) of every open socket of this process; empty where the system does not tell."""
+    found = set()
     try:
-        return {int(name) for name in os.listdir("/proc/self/fd")}
+        names = os.listdir("/proc/self/fd")
     except OSError:
         return set()
+    for name in names:
+        with contextlib.suppress(OSError):  # closed meanwhile, as the listing's own descriptor always is
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
 
 
-def _new_socket(before: set[int], port: int) -> socket.socket | None:
-    """The socket, not open `before`, that is connected to `port`; None where it cannot be told for certain."""
+def _new_socket(before: set[tuple[int, int]], port: int) -> socket.socket | None:
+    """The socket that was not there `before` and is connected to `port`; None where it cannot be told for certain."""
     found: list[socket.socket] = []
-    for descriptor in _descriptors() - before if before else ():
-        try:
-            copy = os.dup(descriptor)
-        except OSError:
-            continue
-        try:
-            connection = socket.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            continue
-        connection.setblocking(True)  # the flag is shared with torch's descriptor; a default timeout would clear it
-        if _is_connected_to(connection, port):
-            found.append(connection)
-        else:
-            connection.close()
+    for descriptor, _ in _open_sockets() - before:
+        with contextlib.suppress(OSError):
+            connection = socket.socket(fileno=os.dup(descriptor))
+            connection.setblocking(True)  # shared with torch's descriptor; a default timeout would have changed it
+            if _is_connected_to(connection, port):
+                found.append(connection)
+            else:
+                connection.close()
     if len(found) == 1:
         return found[0]
     for connection in found:
