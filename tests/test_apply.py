@@ -50,8 +50,8 @@ def bits(tensor):
 
 
 def test_nan_payloads_negative_zero_and_memory_formats_survive():
-    bits = [0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 0x00000001, 0x7F800000]
-    special = torch.frombuffer(bytearray(struct.pack("<6I", *bits)), dtype=torch.float32)
+    patterns = [0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 0x00000001, 0x7F800000]
+    special = torch.frombuffer(bytearray(struct.pack("<6I", *patterns)), dtype=torch.float32)
     saved = {
         "special": special,
         "half": special.view(torch.bfloat16),
@@ -137,6 +137,32 @@ def test_tied_weights_are_written_once_and_tied_again():
     assert untied["a"] is untied["b"]
 
 
+def test_tensors_that_are_one_here_and_two_in_the_checkpoint_are_a_problem():
+    saved, live = (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}) for _ in range(2))
+    live["b"].weight = live["a"].weight
+    (found,) = problems(snapshot(m=saved), m=live)
+    assert found == "m: 'a.weight' and 'b.weight' are one tensor here, two in the checkpoint"
+    restore(snapshot(m=live), m=saved)
+    assert torch.equal(saved["a"].weight, saved["b"].weight)
+
+
+def test_extra_state_and_own_buffers_may_change_their_shape():
+    class Sized(nn.Linear):
+        def get_extra_state(self):
+            return torch.zeros(self.extra)
+
+        def set_extra_state(self, state):
+            self.extra = len(state)
+
+    saved, live = Sized(2, 2), Sized(2, 2)
+    saved.extra, live.extra = 3, 1
+    restore(snapshot(m=saved), m=live)
+    assert live.extra == 3
+    narrow = Sized(1, 2)
+    narrow.extra = 3
+    assert "m: 'weight' has shape (2, 2) in the checkpoint and (2, 1) here" in problems(snapshot(m=saved), m=narrow)
+
+
 # Optimizers.
 
 OPTIMIZERS = {
@@ -146,15 +172,15 @@ OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, fused=True),
     "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
     "tensor_lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
-    "capturable": lambda p: torch.optim.NAdam(p),
-    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "capturable": torch.optim.NAdam,
+    "adafactor": torch.optim.Adafactor,
     "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p),
-    "asgd": lambda p: torch.optim.ASGD(p),
-    "rprop": lambda p: torch.optim.Rprop(p),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
-    "radam": lambda p: torch.optim.RAdam(p),
-    "adamax": lambda p: torch.optim.Adamax(p),
+    "adagrad": torch.optim.Adagrad,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+    "adadelta": torch.optim.Adadelta,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
 }
 
 
@@ -445,7 +471,7 @@ def test_the_scaler_is_read_without_waiting_for_its_device(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "item", wait)
     monkeypatch.setattr(type(scaler), "get_scale", wait)
     capture = StateCapture({"s": scaler}).capture()
-    assert [n for n, source in enumerate(capture.sources) if source is scaler._scale][0] in capture.early
+    assert next(n for n, source in enumerate(capture.sources) if source is scaler._scale) in capture.early
 
 
 def test_an_enabled_scaler_does_not_become_a_disabled_one_silently():
@@ -582,8 +608,7 @@ def test_components_limit_both_sides():
 
 def mutations(tree):
     """Trees that differ from `tree` in one place."""
-    for odd in (None, -1, 10**6, "x", [], {}, [None], {"$": "tensor", "v": 10**6}):
-        yield odd
+    yield from (None, -1, 10**6, "x", [], {}, [None], {"$": "tensor", "v": 10**6})
     if isinstance(tree, dict):
         for key in tree:
             yield {k: v for k, v in tree.items() if k != key}

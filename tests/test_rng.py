@@ -85,7 +85,7 @@ def test_generators_come_last_because_loading_may_draw():
         def load_state_dict(self, state):
             draw()
 
-    image = snapshot(**{"z": Drawing()})
+    image = snapshot(z=Drawing())
     expected = draw()
     restore(image, z=Drawing())
     assert draw() == expected

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from easyckpt.errors import UnsupportedValue
 from easyckpt.state.components import Component, Fetch, Part, Ref, Saved, call, compare, encode, owned
-from easyckpt.state.tensors import copy_exact, require_supported
+from easyckpt.state.tensors import TieKey, copy_exact, require_supported, tie_key
 
 if TYPE_CHECKING:
     from easyckpt.format.codec import Json, Path
@@ -232,11 +232,28 @@ class ModuleComponent(Component):
 
     @override
     def check(self, saved: Saved, *, strict: bool) -> list[str]:
-        _, here = self._live()
+        in_place, here = self._live()
         there = self._saved_state(saved, saved.ref, here)
         if not isinstance(there, Mapping) or not isinstance(here, Mapping):
             return []  # only the module's own load_state_dict can tell
-        return compare(self.name, there, here, strict=strict)
+        if in_place:
+            return compare(self.name, there, here, strict=strict) + self._untied(saved, there, here)
+        # What a module's own code loads, extra state and buffers, it may also resize; parameters have to fit.
+        named = {key: value if isinstance(value, nn.Parameter) else None for key, value in here.items()}
+        sure = {key: value if named.get(key) is not None else None for key, value in there.items()}
+        return compare(self.name, sure, named, strict=strict)
+
+    def _untied(self, saved: Saved, there: Mapping[str, Any], here: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names that are one tensor here and would get different values."""
+        first: dict[TieKey, tuple[str, int]] = {}
+        problems = []
+        for name, ref in there.items():
+            if isinstance(ref, Ref) and name in here:
+                leaf = saved.numbers[ref.number]
+                other, other_leaf = first.setdefault(tie_key(here[name]), (name, leaf))
+                if leaf != other_leaf:
+                    problems.append(f"{self.name}: {other!r} and {name!r} are one tensor here, two in the checkpoint")
+        return problems
 
     @override
     def apply(self, saved: Saved, fetch: Fetch, *, strict: bool) -> None:

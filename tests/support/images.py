@@ -43,11 +43,12 @@ def image_of(capture: Capture) -> Image:
         assert source.dtype == DTYPES[leaf.dtype]
         if number in capture.strided:
             assert number in capture.early
-            source = source.detach().contiguous()
+            block = source.detach().contiguous()
         else:
-            assert source.permute(leaf.order).is_contiguous()
+            block = source.permute(leaf.order)
+        assert block.is_contiguous()
         if leaf.nbytes:
-            ctypes.memmove(base + leaf.offset, source.data_ptr(), leaf.nbytes)
+            ctypes.memmove(base + leaf.offset, block.data_ptr(), leaf.nbytes)
     # Through the text form, as from a file.
     return Image(Layout.from_bytes(capture.layout.encoded), data, capture.objects)
 
