@@ -16,6 +16,7 @@ from easyckpt.errors import DamagedCheckpoint, FormatError, WorldSizeChanged
 from easyckpt.format.checksum import CHUNK_BYTES, digest_bytes
 from easyckpt.format.image import DTYPES
 from easyckpt.format.manifest import FileRecord
+from easyckpt.loading import reader
 from easyckpt.loading.reader import open_storage
 from easyckpt.loading.snapshot import open_memory
 from easyckpt.memory.slot import PrivateSlot
@@ -157,6 +158,7 @@ def test_no_comparison_runs_on_after_an_error(storage, monkeypatch):
         return real(self, buffer, offset)
 
     monkeypatch.setattr(LocalFileReader, "read_into", broken)
+    monkeypatch.setattr(reader, "_RUN", 1)
     with ThreadPoolExecutor(1) as pool:
 
         def submit(job):

@@ -29,8 +29,10 @@ from easyckpt.storage.base import FileReader, Storage
 
 Result = TypeVar("Result")
 
-#: Chunks that may wait for their comparison while reading goes on.
-_AHEAD = 4
+#: Chunks that are read, and then compared, in one go.
+_RUN = 4
+#: Runs that may wait for their comparison while reading goes on.
+_AHEAD = 2
 
 
 class Submit(Protocol):
@@ -226,17 +228,17 @@ def _check_coverage(index: Index, needed: Iterable[Leaf], where: str) -> None:
 
 
 def _read_shard(storage: Storage, directory: str, part: _Part, image: memoryview, submit: Submit) -> None:
-    chunks = _needed_chunks(part)
-    if not chunks:
+    runs = _needed_runs(part)
+    if not runs:
         return
     path = f"{directory}/{part.shard.name}"
     waiting: deque[Future[None]] = deque()
     with storage.reader(path) as reader:
         _check_size(storage.root, path, reader.size, part.shard.size)
         try:
-            for chunk in chunks:
-                pieces = [_read_piece(reader, *piece) for piece in _pieces(part, chunk, image)]
-                waiting.append(submit(_Comparison(f"{storage.root}/{path}", part, chunk, pieces)))
+            for run in runs:
+                pieces = [_read_piece(reader, *piece) for piece in _pieces(part, run, image)]
+                waiting.append(submit(_Comparison(f"{storage.root}/{path}", part, run, pieces)))
                 if len(waiting) > _AHEAD:
                     waiting.popleft().result()
         finally:
@@ -245,18 +247,25 @@ def _read_shard(storage: Storage, directory: str, part: _Part, image: memoryview
         comparison.result()
 
 
-def _needed_chunks(part: _Part) -> list[int]:
+def _needed_runs(part: _Part) -> list[range]:
+    """The chunks that hold bytes of needed leaves, neighbours together."""
     chunks: set[int] = set()
     for leaf in part.needed:
         if leaf.nbytes:
             begin = part.shard.header_bytes + leaf.offset
             chunks.update(range(begin // CHUNK_BYTES, (begin + leaf.nbytes - 1) // CHUNK_BYTES + 1))
-    return sorted(chunks)
+    runs: list[range] = []
+    for chunk in sorted(chunks):
+        if runs and runs[-1].stop == chunk and len(runs[-1]) < _RUN:
+            runs[-1] = range(runs[-1].start, chunk + 1)
+        else:
+            runs.append(range(chunk, chunk + 1))
+    return runs
 
 
-def _pieces(part: _Part, chunk: int, image: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """(offset in the file, bytes, memory in whole blocks) for the reads of one chunk, in order."""
-    begin, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, part.shard.size)
+def _pieces(part: _Part, run: range, image: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+    """(offset in the file, bytes, memory in whole blocks) for the reads of `run`, in order."""
+    begin, end = run.start * CHUNK_BYTES, min(run.stop * CHUNK_BYTES, part.shard.size)
     if begin < part.begin:  # the header, or another rank's own tensors: read for the checksum only
         size = min(end, part.begin) - begin
         yield begin, size, memoryview(mmap.mmap(-1, align(size)))
@@ -272,11 +281,11 @@ def _read_piece(reader: FileReader, offset: int, size: int, memory: memoryview) 
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Compares one chunk, as it was read, with its checksum."""
+    """Compares chunks, as they were read, with their checksums."""
 
     where: str
     part: _Part
-    chunk: int
+    run: range
     pieces: list[memoryview]
 
     def __call__(self) -> None:
@@ -284,20 +293,19 @@ class _Comparison:
         hasher = ChunkHasher()
         for piece in self.pieces:
             hasher.update(piece)
-        if hasher.finish() == [self.part.shard.chunks[self.chunk]]:
-            return
-        begin = self.chunk * CHUNK_BYTES
+        found = hasher.finish()
+        for number, chunk in enumerate(self.run):
+            if found[number : number + 1] != [self.part.shard.chunks[chunk]]:
+                raise DamagedCheckpoint(
+                    f"{self.where}: chunk {chunk} (bytes from {chunk * CHUNK_BYTES} on) does not match its checksum; "
+                    f"it holds {self._tensors(chunk)}"
+                )
+
+    def _tensors(self, chunk: int) -> str:
+        begin = chunk * CHUNK_BYTES - self.part.shard.header_bytes
         inside = [
             path_text(leaf.path)[:200]
             for leaf in self.part.needed
-            if self._overlaps(leaf, begin - self.part.shard.header_bytes)
+            if leaf.nbytes and leaf.offset < begin + CHUNK_BYTES and leaf.offset + leaf.nbytes > begin
         ]
-        others = f" and {len(inside) - 1} others" if len(inside) > 1 else ""
-        raise DamagedCheckpoint(
-            f"{self.where}: chunk {self.chunk} (bytes from {begin} on) does not match its checksum; it holds "
-            f"{inside[0]}{others}"
-        )
-
-    @staticmethod
-    def _overlaps(leaf: Leaf, begin: int) -> bool:
-        return leaf.nbytes > 0 and leaf.offset < begin + CHUNK_BYTES and leaf.offset + leaf.nbytes > begin
+        return inside[0] + (f" and {len(inside) - 1} others" if len(inside) > 1 else "")
