@@ -1,0 +1,318 @@
+"""Rank 0's decisions: each due flush gets exactly one, the same for all ranks, whatever the ranks do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from easyckpt.saving.leader import Due, Leader, LeaderPolicy, Work
+from easyckpt.saving.messages import Post, Report
+
+POLICY = LeaderPolicy(
+    wait_on_back_pressure=False, peer_timeout=10.0, commit_timeout=20.0, close_timeout=30.0, signal_deadline=5.0
+)
+
+
+class Group:
+    """Ranks that answer as told; time is what the test says."""
+
+    def __init__(self, world_size: int, policy: LeaderPolicy = POLICY) -> None:
+        self.leader = Leader(world_size, policy, "0badcafe")
+        self.posts = [Post() for _ in range(world_size)]
+        self.now = 0.0
+        self.decisions = {}
+        self.board, self.works = self.leader.advance(self.posts, self.now)
+
+    def tell(self, rank: int, **fields) -> None:
+        self.posts[rank] = replace(self.posts[rank], **fields)
+
+    def turn(self, seconds: float = 0.1):
+        self.now += seconds
+        self.board, works = self.leader.advance(self.posts, self.now)
+        self.works += works
+        for decision in self.board.decisions:
+            assert self.decisions.setdefault(decision.number, decision) == decision, "a decision has changed"
+        return self.board
+
+    def seal(self, *steps: int) -> None:
+        for rank in range(len(self.posts)):
+            self.tell(rank, sealed=tuple(steps), step=max(steps))
+        self.turn()
+
+    def report_all(self) -> None:
+        flush = self.board.flush
+        for rank in range(len(self.posts)):
+            if flush.share is None:
+                report = Report(attempt=flush.attempt, digest="same")
+            else:
+                report = Report(attempt=flush.attempt, files={f"rank-{rank}": (rank, "d")})
+            self.tell(rank, report=report)
+        self.turn()
+
+    def finish(self, reason: str | None = None, unknown: bool = False) -> None:
+        work = self.works.pop(0)
+        self.leader.finished(work, reason=reason, unknown=unknown, nbytes=7, seconds=1.0)
+        self.turn()
+
+    def see(self) -> None:
+        for rank in range(len(self.posts)):
+            self.tell(rank, seen=max((d.number for d in self.board.decisions), default=self.posts[rank].seen))
+        self.turn()
+
+    def outcomes(self):
+        return [(d.due, d.step, d.outcome) for d in self.decisions.values()]
+
+
+def test_the_floor_is_the_newest_step_that_every_rank_holds():
+    group = Group(2)
+    group.tell(0, sealed=(3, 4, 5))
+    group.tell(1, sealed=(3, 4))
+    assert group.turn().floor == 4
+    group.tell(1, sealed=(6,))  # nothing in common any more: what was true stays true
+    assert group.turn().floor == 4
+
+
+def test_a_due_flush_waits_for_the_slowest_rank_then_compares_writes_and_commits():
+    group = Group(2)
+    group.leader.add_due(Due(10, forced=False))
+    group.tell(0, sealed=(10,))
+    assert group.turn().flush is None
+    group.tell(1, sealed=(10,))
+    assert group.turn().flush.step == 10
+    assert group.board.flush.share is None
+    group.report_all()
+    assert group.board.flush.share is True
+    group.report_all()
+    assert group.works[0] == Work(
+        kind="commit", flush=group.board.flush, files={"rank-0": (0, "d"), "rank-1": (1, "d")}
+    )
+    group.finish()
+    assert group.outcomes() == [(10, 10, "committed")]
+    assert group.leader.committed == 10
+    group.see()
+    assert group.board.decisions == ()
+
+
+def test_ranks_that_differ_store_their_replicated_state_each():
+    group = Group(2)
+    group.leader.add_due(Due(10, forced=False))
+    group.seal(10)
+    attempt = group.board.flush.attempt
+    group.tell(0, report=Report(attempt=attempt, digest="a"))
+    group.tell(1, report=Report(attempt=attempt, digest="b"))
+    assert group.turn().flush.share is False
+
+
+def test_an_error_on_one_rank_abandons_the_attempt_on_all():
+    group = Group(2)
+    group.leader.share = True
+    group.leader.add_due(Due(10, forced=False))
+    group.seal(10)
+    group.tell(1, report=Report(attempt=group.board.flush.attempt, error="disk full"))
+    group.turn()
+    assert "rank 1: disk full" in group.board.flush.abandoned
+    group.tell(0, report=Report(attempt=group.board.flush.attempt, error="abandoned"))
+    group.turn()
+    assert group.works[0].kind == "clean up"
+    group.finish(reason="x")
+    assert group.outcomes() == [(10, 10, "failed")]
+    assert "disk full" in group.decisions[1].reason
+
+
+def test_a_silent_rank_is_named_after_the_timeout():
+    group = Group(3)
+    group.leader.share = True
+    group.leader.add_due(Due(10, forced=False))
+    group.seal(10)
+    attempt = group.board.flush.attempt
+    for rank in (0, 2):
+        group.tell(rank, report=Report(attempt=attempt, files={}))
+    group.turn(POLICY.commit_timeout + 1)
+    assert "rank 1" in group.board.flush.abandoned
+    group.turn(POLICY.commit_timeout + 1)
+    assert group.works[0].kind == "clean up"
+
+
+def test_a_report_of_an_older_attempt_says_nothing_about_this_one():
+    group = Group(1)
+    group.leader.add_due(Due(10, forced=False))
+    group.tell(0, report=Report(attempt="0badcafe-000000", files={"old": (1, "d")}))
+    group.seal(10)
+    group.turn()
+    assert group.works == []
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_back_pressure_skips_what_was_not_asked_for_by_name(forced):
+    group = Group(1)
+    group.leader.add_due(Due(10, forced=False))
+    group.seal(10)
+    group.leader.add_due(Due(20, forced=forced))
+    group.seal(10, 20)
+    assert group.outcomes() == ([] if forced else [(20, 20, "skipped")])
+    group.report_all()
+    group.finish()
+    assert (group.board.flush is not None) is forced
+
+
+def test_a_rank_that_lacks_the_due_snapshot_makes_all_flush_the_floor_instead():
+    group = Group(2)
+    group.leader.share = True
+    group.leader.add_due(Due(10, forced=False))
+    group.tell(0, sealed=(9, 10))
+    group.tell(1, sealed=(9,), missing=(10,))
+    assert (group.turn().flush.step, group.board.flush.due) == (9, 10)
+
+
+def test_a_rank_that_lacks_a_snapshot_asked_for_by_name_fails_it_for_all():
+    group = Group(2)
+    group.leader.add_due(Due(10, forced=True))
+    group.tell(0, sealed=(9, 10))
+    group.tell(1, sealed=(9,), missing=(10,))
+    group.turn()
+    assert group.outcomes() == [(10, 10, "failed")]
+    assert "rank 1" in group.decisions[1].reason
+
+
+def test_failures_are_raised_at_a_step_that_every_rank_has_ahead():
+    group = Group(2)
+    group.leader.share = True
+    for step in range(1, 11):  # 100 steps a second
+        for rank in range(2):
+            group.tell(rank, step=step)
+        group.turn(0.01)
+    group.leader.add_due(Due(10, forced=False))
+    group.tell(0, sealed=(10,))
+    group.tell(1, missing=(10,))
+    group.turn(0.01)
+    group.leader.add_due(Due(10, forced=True))
+    group.turn(0.01)
+    assert all(decision.raise_at >= 10 + 2 + 25 for decision in group.decisions.values())
+
+
+def test_a_signal_on_one_rank_flushes_the_floor_and_ends():
+    group = Group(2)
+    group.leader.share = True
+    group.seal(7)
+    group.tell(1, emergency=True)
+    assert group.turn().emergency
+    assert (group.board.flush.step, group.board.flush.due) == (7, None)
+    group.report_all()
+    group.finish()
+    assert group.turn().emergency_over
+    assert group.outcomes() == [(None, 7, "committed")]
+
+
+def test_an_emergency_that_fails_is_over_and_not_tried_for_ever():
+    group = Group(1)
+    group.seal(7)
+    group.tell(0, emergency=True)
+    group.turn()
+    group.report_all()
+    group.finish(reason="disk full")
+    assert group.turn().emergency_over
+    assert group.board.flush is None
+
+
+def test_the_end_commits_the_newest_snapshot_and_closes_once():
+    group = Group(2)
+    group.leader.share = True
+    group.seal(7)
+    group.tell(0, closing=True)
+    assert not group.turn().closed
+    group.tell(1, closing=True)
+    assert group.turn().flush.step == 7
+    group.report_all()
+    group.finish()
+    assert group.turn().closed
+    assert group.board.close_error == ""
+
+
+def test_a_rank_that_never_closes_is_named():
+    group = Group(2)
+    group.seal(7)
+    group.tell(0, closing=True)
+    group.turn()
+    group.turn(POLICY.close_timeout + 1)
+    assert group.board.closed
+    assert "rank 1" in group.board.close_error
+
+
+def test_after_an_exception_on_one_rank_nothing_new_is_started():
+    group = Group(2)
+    group.seal(7)
+    group.tell(0, closing=True)
+    group.tell(1, aborted=True)
+    assert group.turn().closed
+    assert group.board.flush is None
+
+
+def test_posts_of_another_line_are_not_listened_to():
+    group = Group(2)
+    group.seal(60)
+    group.leader.begin_line(1, committed=40, floor=-1)
+    assert group.turn().floor == -1
+    for rank in range(2):
+        group.tell(rank, line=1, sealed=(41,), step=41)
+    assert group.turn().floor == 41
+
+
+def test_a_commit_whose_outcome_is_unknown_is_not_called_failed():
+    group = Group(1)
+    group.leader.add_due(Due(10, forced=True))
+    group.seal(10)
+    group.report_all()
+    group.finish(reason="fsync of the parent failed", unknown=True)
+    assert group.outcomes() == [(10, 10, "unknown")]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_every_due_flush_is_decided_exactly_once_whatever_happens(data):
+    """Ranks seal, lack, fail and fall silent in any order; time passes; each due ends in one decision."""
+    world_size = data.draw(st.integers(1, 3))
+    group = Group(world_size)
+    dues, step = [], 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        step += 1
+        if data.draw(st.booleans()):
+            dues.append(step)
+            group.leader.add_due(Due(step, forced=data.draw(st.booleans())))
+        for rank in range(world_size):
+            post = group.posts[rank]
+            if data.draw(st.booleans()):
+                group.tell(rank, step=step, sealed=(*post.sealed[-3:], step))
+            else:
+                group.tell(rank, step=step, missing=(*post.missing, step))
+        group.turn(data.draw(st.sampled_from([0.01, 1.0])))
+        _react(data, group)
+    for _ in range(200):
+        if len(group.decisions) >= len(dues):
+            break
+        for rank in range(world_size):
+            post = group.posts[rank]
+            lacking = {due for due in dues if due not in post.sealed}
+            group.tell(rank, missing=tuple(sorted(lacking)))
+        _react(data, group)
+        group.turn(5.0)
+    decided = [decision.due for decision in group.decisions.values()]
+    assert sorted(decided) == sorted(dues)
+
+
+def _react(data, group: Group) -> None:
+    flush = group.board.flush
+    if flush is not None and not group.works:
+        for rank in range(len(group.posts)):
+            answer = data.draw(st.sampled_from(["good", "error", "silent"]))
+            if answer == "good":
+                report = Report(attempt=flush.attempt, digest="d", files={})
+                group.tell(rank, report=report)
+            elif answer == "error":
+                group.tell(rank, report=Report(attempt=flush.attempt, error="EIO"))
+        group.turn()
+    if group.works:
+        reason = data.draw(st.sampled_from([None, "EIO"]))
+        group.finish(reason=reason, unknown=reason is not None and data.draw(st.booleans()))
