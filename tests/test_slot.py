@@ -9,11 +9,10 @@ import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import time
 
 import pytest
+from support.forked import Forked
 from support.tmpfs import tmpfs
 
 from easyckpt import failpoints
@@ -350,38 +349,27 @@ def test_an_error_while_a_slot_is_made_leaves_nothing(path, point):
 
 # Kills.
 
-CHILD = """
-import os, sys, dataclasses
-sys.path.insert(0, {tests!r})
-from test_slot import Slot, snapshot
-path = sys.argv[1]
-slot = Slot.create(path, {image}, 100)
-snapshot(slot, 7)
-for step in (8, 9):
-    objects = bytes([step]) * 20_000 * (step - 7)
-    snapshot(slot, step, objects=objects, static=b"static%d" % step, layout_digest="d%d" % step)
-    print(step, flush=True)
-slot.clear()
-os.kill(os.getpid(), 9)
-"""
+
+def write_three(path: str, child: Forked) -> None:
+    slot = Slot.create(path, IMAGE, 100)
+    snapshot(slot, 7)
+    for step in (8, 9):
+        objects = bytes([step]) * 20_000 * (step - 7)
+        snapshot(slot, step, objects=objects, static=b"static%d" % step, layout_digest=f"d{step}")
+        child.say(step)
+    slot.clear()
+    os.kill(os.getpid(), signal.SIGKILL)
+
 
 SLOT_POINTS = sorted(name for name in failpoints.NAMES if name.startswith("slot."))
 
 
 def die_at(path: str, armed: str) -> list[str]:
-    """Run the child until it is killed; what it printed."""
-    tests = os.path.dirname(__file__)
-    environment = os.environ | {
-        failpoints.ENVIRONMENT_VARIABLE: armed,
-        "PYTHONPATH": os.path.dirname(tests),
-        "OMP_NUM_THREADS": "1",
-    }
-    code = CHILD.format(tests=tests, image=IMAGE)
-    done = subprocess.run(
-        [sys.executable, "-c", code, path], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    return done.stdout.split()
+    """Run a child until it is killed; what it said."""
+    with Forked(lambda child: write_three(path, child), armed) as child:
+        said = child.read()
+        assert child.wait() == -signal.SIGKILL
+    return said
 
 
 @pytest.mark.parametrize("hit", [1, 2, 3])
