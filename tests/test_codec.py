@@ -605,6 +605,27 @@ def test_a_failure_of_the_callers_own_is_not_called_damage():
         decode({"$": "tensor", "v": 5}, [].__getitem__)
 
 
+@pytest.mark.parametrize(
+    "dtype", ["O", "|O", "|V8", "i4,f4", "float64", "<f", "<M8[ns", "<M9[s]", "=f8", "<b1", "", None, ["<f8"]]
+)
+def test_only_plain_dtypes_in_their_own_spelling(dtype):
+    for payload in (
+        {"$": "ndarray", "v": [dtype, [1], "C", "AAAAAAAAAAA="]},
+        {"$": "numpy", "v": [dtype, "AAAAAAAAAAA="]},
+    ):
+        with pytest.raises(DamagedCheckpoint):
+            decode(payload, [].__getitem__)
+
+
+def test_the_reader_has_a_limit_of_its_own():
+    for depth in (62, 150, 100_000):
+        json = None
+        for _ in range(depth):
+            json = [json]
+        with pytest.raises(DamagedCheckpoint, match="deeper"):
+            decode(json, [].__getitem__)
+
+
 def test_small_text_cannot_ask_for_much_memory():
     for payload in (["<f8", [2**40], "C", ""], ["<U1000000000", [1], "C", ""], ["<f8", [0, 2**62, 2**62], "C", ""]):
         only_format_errors(lambda payload=payload: decode({"$": "ndarray", "v": payload}, [].__getitem__))

@@ -78,7 +78,8 @@ def test_a_parser_takes_only_what_its_writer_gives(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "step-30", "step-000000030", "step-0000003a", "step-00000030\n", " step-00000030", "step-٠٠٠٠٠٠٣٠",
+        "step-30",
+        "step-0000030", "step-000000030", "step-0000003a", "step-00000030\n", " step-00000030", "step-٠٠٠٠٠٠٣٠",
         "step--0000030", "step-00000030.stale-", ".step-00000030..tmp", ".step-00000030.a.b.tmp", "rank-0.json",
         "rank-000001.json", "step-00000030/x", "step-" + "9" * 19,
     ],
@@ -159,3 +160,9 @@ def test_native_naming_is_this_module():
     assert naming.parse_committed(naming.committed(7)) == 7
     assert naming.parse_temporary(naming.temporary(7, "a")) == (7, "a")
     assert layout.is_trash(naming.trash(naming.committed(7), "n"))
+
+
+def test_the_owner_file_lies_beside_its_slots():
+    arena = layout.arena_id("0" * 32, "/r")
+    slot, owner = layout.slot_file("me", arena, 1, 12), layout.owner_file("me", arena, 1)
+    assert layout.owner_beside(f"/dev/shm/{slot}") == f"/dev/shm/{owner}"
