@@ -32,7 +32,7 @@ from easyckpt.format.codec import register_codec
 from easyckpt.loading.loader import Restored
 from easyckpt.state.ddp import settle_ddp
 from easyckpt.state.sampler import SkipBatchSampler
-from easyckpt.version import VERSION as __version__
+from easyckpt.version import VERSION as __version__  # noqa: N811
 
 __all__ = [
     "CheckpointConfig",

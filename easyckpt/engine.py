@@ -16,7 +16,8 @@ import torch
 from easyckpt import ending, wiring
 from easyckpt.config import CheckpointConfig, resolve
 from easyckpt.errors import EasyckptError, PartlyApplied, StepError, UsageError
-from easyckpt.events import EventLog, Restored as RestoredEvent, Stats, Warned
+from easyckpt.events import EventLog, Stats, Warned
+from easyckpt.events import Restored as RestoredEvent
 from easyckpt.format import layout
 from easyckpt.loading.loader import Loader, Restored, restore_read_only
 from easyckpt.saving.emergency import SignalWatcher
@@ -234,12 +235,8 @@ class Checkpointer:
         if self._inert() or self._closed:
             return
         self._closed = True
-        coordinator = self._parts.coordinator
-        failures: list[BaseException] = []
-        for action in (
-            lambda: self._parts.stager.end_window("close"),
-            lambda: coordinator.close(self._config.close_timeout),
-        ):
+        failures: list[EasyckptError] = []
+        for action in (self._end_window, self._close_coordinator):
             try:
                 action()
             except EasyckptError as error:
@@ -273,6 +270,12 @@ class Checkpointer:
             self.close()
         else:
             self.abandon()
+
+    def _end_window(self) -> None:
+        self._parts.stager.end_window("close")
+
+    def _close_coordinator(self) -> None:
+        self._parts.coordinator.close(self._config.close_timeout)
 
     def _let_go(self, *, remove_arena: bool) -> None:
         ending.forget(self)

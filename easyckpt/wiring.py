@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import secrets
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,8 @@ from easyckpt.format.manifest import RootRecord
 from easyckpt.memory import budget
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.owner import OwnerLock
+from easyckpt.memory.place import DEFAULT_DIRECTORY, memory_directory, user_name
+from easyckpt.memory.slot import Slot
 from easyckpt.saving.commit import CommitContext
 from easyckpt.saving.coordinator import Coordinator
 from easyckpt.saving.cuda_copying import make_copier
@@ -40,7 +40,6 @@ from easyckpt.state.capture import StateCapture
 from easyckpt.storage.lease import Lease
 from easyckpt.storage.local import LocalStorage
 
-DEFAULT_MEMORY_DIR = "/dev/shm"
 #: Optimizers whose state has another size than two tensors for each parameter.
 STATES_PER_PARAMETER = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Adafactor": 1, "Lion": 1, "ASGD": 2}
 
@@ -62,23 +61,7 @@ class OpenedRoot:
 
 def uses_cuda() -> bool:
     """Whether this process has touched a GPU: building the model there has, before the Checkpointer is made."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def user_name() -> str:
-    """Whose arenas these are, in their names."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())
-
-
-def memory_directory(config: CheckpointConfig) -> tuple[str, bool]:
-    """The directory of the memory tier, and whether it is one whose files live in memory."""
-    wanted = config.memory_dir or DEFAULT_MEMORY_DIR
-    if os.path.isdir(wanted) and os.access(wanted, os.W_OK | os.X_OK):
-        return wanted, True
-    return tempfile.gettempdir(), False
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def open_root(
@@ -87,9 +70,10 @@ def open_root(
     """Own `root` and this rank's arena. All ranks call it; an error of one is raised on all."""
     storage = LocalStorage(root, direct_io=config.direct_io)
     identity = done_by_rank_0(channel, ranks, "open root", lambda: _identify(storage), config.peer_timeout)
-    directory, in_memory = memory_directory(config)
+    directory, in_memory = memory_directory(config.memory_dir)
     if not in_memory:
-        message = f"{config.memory_dir or DEFAULT_MEMORY_DIR} cannot be used: snapshots die with the process (P5 is lost)"
+        wanted = config.memory_dir or DEFAULT_DIRECTORY
+        message = f"{wanted} cannot be used: snapshots are kept in private memory and die with the process"
         events.emit(Warned(message=message))
     node = f"{socket.gethostname()}/{os.stat(directory).st_dev}/{os.stat(directory).st_ino}"
     ranks = settle_locality(ranks, channel, node, config.peer_timeout)
@@ -115,7 +99,13 @@ def open_root(
     try:
         all_good(channel, "own arenas", failure, config.peer_timeout)
         assert arena is not None
-        lease = _take_lease(storage, arena, identity, config, ranks, channel, events)
+        lease = _new_lease(storage, arena, identity, config) if ranks.rank == 0 else None
+
+        def take() -> None:
+            assert lease is not None
+            lease.acquire(lambda message: events.emit(Warned(message=message)))
+
+        done_by_rank_0(channel, ranks, "take lease", take, config.peer_timeout + 2 * config.lease_timeout)
     except BaseException:
         if arena is not None:
             arena.close(remove=False)
@@ -159,33 +149,16 @@ def _budget_share(directory: str, user: str, arena_id: str, ranks: Ranks, in_mem
     return usable // ranks.local_world_size
 
 
-def _take_lease(
-    storage: LocalStorage,
-    arena: Arena,
-    identity: Mapping[str, Any],
-    config: CheckpointConfig,
-    ranks: Ranks,
-    channel: Channel,
-    events: EventLog,
-) -> Lease | None:
-    lease: Lease | None = None
-
-    def work() -> None:
-        nonlocal lease
-        lease = Lease(
-            storage,
-            root_lock_path=os.path.join(
-                arena.directory, layout.owner_file(arena.user, str(identity["arena_id"]), ranks.rank)
-            ),
-            incarnation=str(identity["incarnation"]),
-            run=str(identity["run"]),
-            timeout=config.lease_timeout,
-            is_free=OwnerLock.is_free,
-        )
-        lease.acquire(lambda message: events.emit(Warned(message=message)))
-
-    done_by_rank_0(channel, ranks, "take lease", work, config.peer_timeout + 2 * config.lease_timeout)
-    return lease
+def _new_lease(storage: LocalStorage, arena: Arena, identity: Mapping[str, Any], config: CheckpointConfig) -> Lease:
+    owner = layout.owner_file(arena.user, str(identity["arena_id"]), arena.rank)
+    return Lease(
+        storage,
+        root_lock_path=os.path.join(arena.directory, owner),
+        incarnation=str(identity["incarnation"]),
+        run=str(identity["run"]),
+        timeout=config.lease_timeout,
+        is_free=OwnerLock.is_free,
+    )
 
 
 def expected_bytes(capture_bytes: int, optimizers: Iterable[torch.optim.Optimizer], factor: float | None) -> int:
@@ -220,9 +193,7 @@ def dead_peers(opened: OpenedRoot, ranks: Ranks) -> list[int]:
         rank
         for rank in range(ranks.world_size)
         if rank != ranks.rank
-        and OwnerLock.is_free(
-            os.path.join(opened.memory_dir, layout.owner_file(opened.user, opened.arena_id, rank))
-        )
+        and OwnerLock.is_free(os.path.join(opened.memory_dir, layout.owner_file(opened.user, opened.arena_id, rank)))
     ]
 
 
@@ -264,6 +235,15 @@ def join(
         committed_by=committed_by(opened.storage, naming),
         dead_peers=lambda: dead_peers(opened, ranks),
     )
+
+    def sealed(step: int, slot: Slot) -> None:
+        opened.arena.release(slot)
+        coordinator.sealed(step)
+
+    def discarded(step: int, slot: Slot) -> None:
+        opened.arena.release(slot)
+        coordinator.lacks(step)
+
     stager = Stager(
         make_copier(uses_cuda()),
         optimizers=capture.optimizers(),
@@ -271,8 +251,8 @@ def join(
         overlap=config.overlap,
         checksum=config.memory_checksum,
         emit=events.emit,
-        on_sealed=lambda step, slot: (opened.arena.release(slot), coordinator.sealed(step)),
-        on_discarded=lambda step, slot: (opened.arena.release(slot), coordinator.lacks(step)),
+        on_sealed=sealed,
+        on_discarded=discarded,
     )
     return SaverParts(
         config=config,
@@ -307,4 +287,3 @@ def meet(process_group: Any, config: CheckpointConfig) -> tuple[Ranks, Channel, 
     ranks = discover(process_group)
     channel, mailbox = connect(ranks, "checkpointer", config.peer_timeout)
     return ranks, channel, mailbox
-

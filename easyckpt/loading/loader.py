@@ -171,7 +171,8 @@ def restore_read_only(root: str, state: Mapping[str, Any], *, step: int | None) 
         nonlocal world_size
         world_size = catalog.read_manifest(storage, candidate.source).world_size
         # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
-        return open_storage(storage, candidate.source, rank=0, world_size=world_size, attempt=candidate.attempt, submit=run_now)
+        source, attempt = candidate.source, candidate.attempt
+        return open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
 
     def apply(snapshot: Snapshot) -> None:
         metrics.update(snapshot.metrics)

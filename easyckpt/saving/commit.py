@@ -1,4 +1,4 @@
-"""The commit protocol from the reports of all ranks to a checkpoint that is real. Reads from top to bottom as it runs."""
+"""The commit protocol, from the reports of all ranks to a checkpoint that is real."""
 
 from __future__ import annotations
 

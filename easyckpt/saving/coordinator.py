@@ -18,12 +18,13 @@ from easyckpt.config import CheckpointConfig
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.errors import EasyckptError, OutcomeUnknown, PeerTimeout, SaveError, SaveFailed
-from easyckpt.events import Event, FlushBegun, FlushCommitted, FlushFailed, FlushSkipped
+from easyckpt.events import Event, FlushCommitted, FlushFailed, FlushSkipped
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import SlotMeta, SlotView
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.leader import Due, Leader, LeaderPolicy, Work
 from easyckpt.saving.messages import Board, Decision, Flush, Post, Report, dump, load_board, load_post
+from easyckpt.saving.participant import Participant
 
 logger = logging.getLogger("easyckpt")
 
@@ -67,8 +68,7 @@ class Coordinator:
         self._published: Board | None = None
         self._waiting: dict[int, Future[int]] = {}
         self._held: dict[int, int] = {}
-        self._joined: tuple[str, threading.Event] | None = None
-        self._stages: set[str] = set()
+        self._part = Participant(flusher, view_of=self._view, watch=self._watch, report=self._report, emit=emit)
         self._jobs: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = []
         self._failures_in_a_row = 0
         self._failure: tuple[int, EasyckptError] | None = None
@@ -97,7 +97,7 @@ class Coordinator:
                 self._leader.begin_line(line, committed, floor)
 
     def sealed(self, step: int) -> None:
-        """This rank's snapshot of `step` is whole and final."""
+        """The snapshot of `step` is whole and final on this rank."""
         del step  # the arena knows; this is the bell
         self._wake.set()
 
@@ -123,7 +123,7 @@ class Coordinator:
         return future
 
     def lacks(self, step: int) -> None:
-        """This rank has no snapshot of the due `step` and never will."""
+        """There is no snapshot of the due `step` on this rank, and never will be."""
         with self.lock:
             if step in self._waiting:
                 self._post = replace(self._post, missing=(*self._post.missing, step))
@@ -219,7 +219,7 @@ class Coordinator:
         return (self._board, self._posted) != before
 
     def _longest_pause(self) -> float:
-        outstanding = self._waiting or self._joined or self._post.closing or self._post.emergency
+        outstanding = self._waiting or self._part.attempt or self._post.closing or self._post.emergency
         behind = any(meta.step > self.floor for meta in self._sealed_on_line())
         return SLOW_POLL_SECONDS / 5 if outstanding or behind else SLOW_POLL_SECONDS
 
@@ -284,8 +284,8 @@ class Coordinator:
 
     def _listen(self, board: Board) -> None:
         with self.changed:
-            if board.flush is not None:
-                self._hold(board.flush.step, attempt=board.flush.attempt)
+            if board.flush is not None and board.flush.attempt != self._part.attempt:
+                self._hold(board.flush.step)
             for decision in board.decisions:
                 if decision.number > self._post.seen:
                     self._take(decision)
@@ -294,50 +294,15 @@ class Coordinator:
             self._board = board
             self.changed.notify_all()
         if board.flush is not None:
-            self._join_flush(board.flush)
+            self._part.take_part(board.flush)
         if board.emergency_over:
             self.emergency_over.set()
         if board.closed:
             self._resolve_all(SaveFailed("the job has ended"))
             self._left = True
 
-    def _hold(self, step: int, attempt: str | None = None) -> None:
-        if attempt is None or self._joined is None or self._joined[0] != attempt:
-            self._held[step] = self._held.get(step, 0) + 1
-
-    def _join_flush(self, flush: Flush) -> None:
-        """Do this rank's part of `flush`: digest, write, or give up."""
-        if self._joined is None or self._joined[0] != flush.attempt:
-            self._joined = (flush.attempt, threading.Event())
-            self._emit(FlushBegun(step=flush.step, attempt=flush.attempt))
-        stage = f"{flush.attempt}/{'digest' if flush.share is None else 'write'}"
-        if flush.abandoned is not None:
-            self._joined[1].set()
-        elif stage not in self._stages:
-            self._stages.add(stage)
-            self._do_stage(flush)
-
-    def _do_stage(self, flush: Flush) -> None:
-        assert self._joined is not None
-        try:
-            view = self._view(flush.step)
-        except EasyckptError as error:
-            self._report(Report(attempt=flush.attempt, error=str(error)))
-            return
-        if flush.share is None:
-            self._watch(
-                self._flusher.digest(view),
-                lambda done: self._report_result(flush, done, lambda: Report(attempt=flush.attempt, digest=done.result())),
-            )
-        else:
-            self._watch(
-                self._flusher.write(flush, view, self._joined[1]),
-                lambda done: self._report_result(flush, done, lambda: Report(attempt=flush.attempt, files=done.result())),
-            )
-
-    def _report_result(self, flush: Flush, done: Future[Any], report: Callable[[], Report]) -> None:
-        error = done.exception()
-        self._report(report() if error is None else Report(attempt=flush.attempt, error=f"{error}"))
+    def _hold(self, step: int) -> None:
+        self._held[step] = self._held.get(step, 0) + 1
 
     def _report(self, report: Report) -> None:
         with self.lock:
@@ -353,8 +318,7 @@ class Coordinator:
         )
         if decision.attempt is not None:
             self._release(decision.step)
-            self._joined = None
-            self._stages.clear()
+            self._part.end()
         if decision.due is not None and decision.due in self._waiting:
             self._release(decision.due)
             future = self._waiting.pop(decision.due)
@@ -392,7 +356,7 @@ class Coordinator:
 
     def _check_silence(self) -> None:
         """Give up on a rank 0 that has not moved for longer than anything it decides may take."""
-        outstanding = bool(self._waiting or self._joined)
+        outstanding = bool(self._waiting or self._part.attempt)
         limit = self._config.commit_timeout + 2 * self._config.peer_timeout
         if self._leader is None and outstanding and time.monotonic() - self._moved > limit:
             raise PeerTimeout(f"rank 0 has decided nothing for {limit:g} s")

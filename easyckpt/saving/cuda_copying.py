@@ -32,8 +32,8 @@ class CudaCopyJob(Arrival):
         self.sources, self.numbers = sources, numbers
         self.versions = list(map(version_of, sources))
         self.devices = devices
-        self.early_events = {device: torch.cuda.Event() for device in devices}
-        self.late_events = {device: torch.cuda.Event() for device in devices}
+        self.early_events = {device: _event() for device in devices}
+        self.late_events = {device: _event() for device in devices}
         self.launched = threading.Event()
 
     def wait_before_step(self) -> None:
@@ -98,7 +98,7 @@ class CudaCopier:
     def _launch_on(self, job: CudaCopyJob, device: torch.device, layout: Layout, base: int) -> None:
         stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         pairs = [
             _flat_pair(layout, base, number, source)
             for number, source in zip(job.numbers, job.sources, strict=True)
@@ -108,6 +108,10 @@ class CudaCopier:
             stream.wait_event(job.early_events[device])
             _copy(pairs)
             job.late_events[device].record(stream)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def _arrive(job: CudaCopyJob, error: BaseException | None, keep: object) -> None:
@@ -174,4 +178,3 @@ def _relax_capture_mode() -> None:
 def make_copier(use_cuda: bool) -> CpuCopier | CudaCopier:
     """The copier for the devices of this process."""
     return CudaCopier() if use_cuda else CpuCopier()
-

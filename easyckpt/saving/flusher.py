@@ -118,7 +118,7 @@ class Flusher:
         return self._worker.submit(job)
 
     def retain(self, held: Collection[int]) -> Future[None]:
-        """Rank 0, after a commit was published: rotate. A failure here costs space, never a checkpoint: it is logged."""
+        """Rank 0, after a commit was published: rotate. A failure costs space, never a checkpoint: it is logged."""
 
         def job() -> None:
             begun = time.perf_counter()
@@ -152,4 +152,3 @@ class Flusher:
                 self._context.storage.remove_tree(directory)
         except OSError as error:
             logger.warning("removing %s failed: %s", directory, error)
-

@@ -9,7 +9,7 @@ Every due flush gets exactly one decision, and every rank gets the same one. A f
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -156,8 +156,8 @@ class Leader:
             self._active = replace(flush, share=self.share)
         elif not silent:
             self._phase = "working"
-            files = {name: record for report in reports if report and report.files for name, record in report.files.items()}
-            return [Work(kind="commit", flush=flush, files=files)]
+            files = [report.files for report in reports if report and report.files]
+            return [Work(kind="commit", flush=flush, files=dict(ChainMap(*files)))]
         elif now > self._deadline:
             ranks = ", ".join(map(str, silent))
             self._abandon(f"no answer from rank {ranks} within {self._policy.commit_timeout:g} s", now)
@@ -263,7 +263,8 @@ class Leader:
             self._closed = self._floor_is_settled() or any(post.aborted for post in known)
         elif now - self._closing_since > self._policy.close_timeout:
             late = [rank for rank, post in enumerate(posts) if post is None or not (post.closing or post.aborted)]
-            self._close_error = f"rank {', '.join(map(str, late))} did not close within {self._policy.close_timeout:g} s"
+            ranks = ", ".join(map(str, late))
+            self._close_error = f"rank {ranks} did not close within {self._policy.close_timeout:g} s"
             self._closed = True
 
     def _board(self) -> Board:

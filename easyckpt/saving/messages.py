@@ -108,4 +108,3 @@ def load_board(data: dict[str, Any]) -> Board:
     flush = data.pop("flush")
     decisions = tuple(Decision(**decision) for decision in data.pop("decisions"))
     return Board(flush=None if flush is None else Flush(**flush), decisions=decisions, **data)
-

@@ -16,6 +16,7 @@ from easyckpt.format.image import Layout
 from easyckpt.format.manifest import RootRecord
 from easyckpt.memory.adoption import find_slots
 from easyckpt.memory.owner import OwnerLock
+from easyckpt.memory.place import memory_directory
 from easyckpt.memory.reading import open_slot
 from easyckpt.memory.slot import SlotMeta, SlotView
 from easyckpt.saving.commit import CommitContext, build_manifest, commit
@@ -23,8 +24,6 @@ from easyckpt.saving.messages import Flush
 from easyckpt.saving.writer import ShardWriter, replicated_digest
 from easyckpt.storage.lease import Lease
 from easyckpt.storage.local import LocalStorage
-
-DEFAULT_MEMORY_DIR = "/dev/shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ def rescue(root: str, memory_dir: str | None = None, *, user: str | None = None)
     record = catalog.read_root(storage)
     if record is None:
         raise ForeignFormat(f"{root} is not a checkpoint root: it has no {layout.ROOT_FILE}")
-    directory = memory_dir or DEFAULT_MEMORY_DIR
+    directory, _ = memory_directory(memory_dir)
     arena = layout.arena_id(record.run, os.path.realpath(storage.root))
     groups = _whole_groups(directory, user, record, arena)
     if not groups:
@@ -79,9 +78,7 @@ def _on_line(record: RootRecord, entry: catalog.Entry) -> bool:
     return entry.manifest is not None and record.on_ancestry(entry.manifest.timeline, entry.step)
 
 
-def _whole_groups(
-    directory: str, user: str | None, record: RootRecord, arena: str
-) -> dict[tuple[str, int], list[str]]:
+def _whole_groups(directory: str, user: str | None, record: RootRecord, arena: str) -> dict[tuple[str, int], list[str]]:
     """(timeline, step) -> paths of all its ranks' slots by rank, for those in the past of the newest timeline."""
     parts: dict[tuple[str, int], dict[int, tuple[str, SlotMeta]]] = {}
     for path, meta in find_slots(directory, user):

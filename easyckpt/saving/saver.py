@@ -1,4 +1,4 @@
-"""The saving half of a Checkpointer, as the training thread sees it: when, into which slot, and what was told to whom."""
+"""The saving half of a Checkpointer, as the training thread sees it: when, into which slot, who is told."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Saver:
                 self._parts.coordinator.lacks(step)
 
     def save(self, step: int) -> Future[int]:
-        """Take the snapshot of `step` for certain and have it flushed; the Future resolves when all ranks are durable."""
+        """Take the snapshot of `step` for certain and have it flushed; resolves when durable on all ranks."""
         self._ready_line()
         self._parts.stager.end_window("save")
         coordinator = self._parts.coordinator
@@ -209,4 +209,3 @@ class Saver:
                     "training thread: hand over tensors where you can, and less where you cannot"
                 )
                 self._parts.events.emit(Warned(message=message))
-

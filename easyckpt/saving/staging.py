@@ -68,8 +68,8 @@ class Stager:
         overlap: bool,
         checksum: bool,
         emit: Callable[[Event], None],
-        on_sealed: Callable[[int, Slot], object],
-        on_discarded: Callable[[int, Slot], object],
+        on_sealed: Callable[[int, Slot], None],
+        on_discarded: Callable[[int, Slot], None],
     ) -> None:
         self._copier = copier
         self._optimizers = {id(optimizer) for optimizer in optimizers}
@@ -89,9 +89,13 @@ class Stager:
         self._pid = os.getpid()
         self._error: EasyckptError | None = None
         self.blocked_in_hook = 0.0
-        self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))
+        self._handle = register_optimizer_step_pre_hook(
+            torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
+        )
 
-    def stage(self, identity: SnapshotIdentity, step: int, capture: Capture, slot: Slot, *, overlap: bool = True) -> None:
+    def stage(
+        self, identity: SnapshotIdentity, step: int, capture: Capture, slot: Slot, *, overlap: bool = True
+    ) -> None:
         """Begin the snapshot of `step` in `slot`; the window before must have ended (`end_window`)."""
         assert self._window is None
         begun = time.perf_counter()
@@ -225,4 +229,3 @@ class Stager:
             late = [number for number in capture.late if path_text(leaves[number].path) not in self._torn]
             self._late = (capture.layout, late)
         return self._late[1]
-

@@ -1,0 +1,71 @@
+"""A rank's part in the flush that is on the board: digest, write, report, give up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from easyckpt.errors import EasyckptError
+from easyckpt.events import Event, FlushBegun
+from easyckpt.memory.slot import SlotView
+from easyckpt.saving.flusher import Flusher
+from easyckpt.saving.messages import Flush, Report
+
+Watch = Callable[[Future[Any], Callable[[Future[Any]], None]], None]
+
+
+class Participant:
+    """Belongs to the coordinator's thread. `watch` has a function called there once a Future is done."""
+
+    def __init__(
+        self,
+        flusher: Flusher,
+        *,
+        view_of: Callable[[int], SlotView],
+        watch: Watch,
+        report: Callable[[Report], None],
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._flusher, self._view_of, self._watch = flusher, view_of, watch
+        self._report, self._emit = report, emit
+        self.attempt: str | None = None
+        """The attempt that this rank takes part in."""
+        self._abandoned = threading.Event()
+        self._stages: set[str] = set()
+
+    def take_part(self, flush: Flush) -> None:
+        """Do what `flush` asks for now and was not done yet."""
+        if flush.attempt != self.attempt:
+            self.attempt, self._abandoned, self._stages = flush.attempt, threading.Event(), set()
+            self._emit(FlushBegun(step=flush.step, attempt=flush.attempt))
+        stage: Literal["digest", "files"] = "digest" if flush.share is None else "files"
+        if flush.abandoned is not None:
+            self._abandoned.set()
+        elif stage not in self._stages:
+            self._stages.add(stage)
+            self._begin(flush, stage)
+
+    def end(self) -> None:
+        """The flush has been decided."""
+        self.attempt = None
+
+    def _begin(self, flush: Flush, stage: Literal["digest", "files"]) -> None:
+        try:
+            view = self._view_of(flush.step)
+        except EasyckptError as error:
+            self._report(Report(attempt=flush.attempt, error=str(error)))
+            return
+        digest = stage == "digest"
+        job: Future[Any] = self._flusher.digest(view) if digest else self._flusher.write(flush, view, self._abandoned)
+        self._watch(job, lambda done: self._report(_result(flush.attempt, stage, done)))
+
+
+def _result(attempt: str, stage: Literal["digest", "files"], done: Future[Any]) -> Report:
+    error = done.exception()
+    if error is not None:
+        return Report(attempt=attempt, error=str(error) or repr(error))
+    if stage == "digest":
+        return Report(attempt=attempt, digest=done.result())
+    return Report(attempt=attempt, files=done.result())
