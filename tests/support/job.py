@@ -1,0 +1,152 @@
+"""A small training job for tests that kill it: one process, or gloo ranks under torchrun.
+
+Everything that makes training random is in it: dropout, batch norm, a generator of its own, Python's and NumPy's.
+It notes in ``--notes`` (JSON lines, one file a rank) what it has restored, each finished step before that is saved,
+and at the end a digest of all state. Nothing is printed, so that a test can hold notes and logs apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import easyckpt
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--root", required=True)
+    parser.add_argument("--notes", required=True, help="path; the rank is appended")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--settings", type=json.loads, default={}, help="JSON of Checkpointer settings")
+    parser.add_argument("--load-step", type=int)
+    parser.add_argument("--no-load", action="store_true")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="a step takes at least this long")
+    parser.add_argument("--save-at", type=int, default=-1, help="save(step, wait=True) after this step")
+    parser.add_argument("--raise-at", type=int, default=-1)
+    parser.add_argument("--exit-at", type=int, default=-1, help="sys.exit(0) inside the loop")
+    parser.add_argument("--without-with", action="store_true", help="neither with nor close()")
+    parser.add_argument("--watch-preempted", action="store_true")
+    parser.add_argument("--destroy-group", action="store_true", help="destroy the process group before close()")
+    parser.add_argument("--hold-at", type=int, default=-1, help="after saving this step wait for ever (to be killed)")
+    return parser.parse_args()
+
+
+class Notes:
+    def __init__(self, path: str, rank: int) -> None:
+        self._fd = os.open(f"{path}.{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, **note) -> None:
+        os.write(self._fd, (json.dumps(note) + "\n").encode())
+
+
+def digest_of(*objects) -> str:
+    """Over every tensor, number and generator state, in a fixed order."""
+    digest = hashlib.sha256()
+
+    def feed(value) -> None:
+        if isinstance(value, torch.Tensor):
+            digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, np.ndarray):
+            digest.update(value.tobytes())
+        elif isinstance(value, dict):
+            for key in value:
+                digest.update(repr(key).encode())
+                feed(value[key])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                feed(item)
+        else:
+            digest.update(repr(value).encode())
+
+    for item in objects:
+        feed(item)
+    return digest.hexdigest()
+
+
+def main() -> None:
+    args = arguments()
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if distributed else 0
+    notes = Notes(args.notes, rank)
+
+    torch.manual_seed(0)
+    width = args.width
+    net = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1))
+    model = nn.parallel.DistributedDataParallel(net) if distributed else net
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+    torch.manual_seed(100 + rank)
+    random.seed(rank)
+    np.random.seed(rank)
+    data = torch.Generator().manual_seed(7 + rank)
+    progress = {"seen": 0, "history": []}
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data, "progress": progress}
+
+    def step(number: int) -> float:
+        begun = time.monotonic()
+        inputs = torch.randn(8, width, generator=data) + random.random() + float(np.random.rand())
+        loss = model(inputs).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        progress["seen"] += 8
+        progress["history"] = [*progress["history"][-3:], number]
+        while time.monotonic() - begun < args.step_seconds:
+            time.sleep(min(0.001, args.step_seconds))
+        return loss.item()
+
+    if distributed:
+        easyckpt.settle_ddp(model, lambda: model(torch.zeros(8, width)).sum().backward())
+    checkpointer = easyckpt.Checkpointer(args.root, state, **args.settings)
+    with contextlib.nullcontext() if args.without_with else checkpointer:
+        first = 0
+        if not args.no_load:
+            restored = checkpointer.load(step=args.load_step)
+            first = restored.step
+            notes.write(restored=restored.step, tier=restored.tier, time=time.time(), seen=progress["seen"])
+        loss = 0.0
+        for number in range(first + 1, args.steps + 1):
+            loss = step(number)
+            notes.write(finished=number, loss=loss.hex(), time=time.time())
+            checkpointer.log(loss=loss)
+            checkpointer.save_if_needed(number)
+            if number == args.save_at:
+                checkpointer.save(number, wait=True)
+                notes.write(saved=number)
+            if number == args.raise_at:
+                raise RuntimeError("the training has failed")
+            if number == args.exit_at:
+                sys.exit(0)
+            while number == args.hold_at:
+                time.sleep(0.05)
+            if args.watch_preempted and checkpointer.preempted:
+                notes.write(preempted=number)
+                break
+        counts = checkpointer.stats().counts
+        random_states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1], data.get_state()]
+        state_digest = digest_of(net.state_dict(), optimizer.state_dict(), scheduler.state_dict(), progress, random_states)
+        notes.write(digest=state_digest, loss=loss.hex(), counts=counts)
+        if args.destroy_group and distributed:
+            dist.destroy_process_group()
+    if distributed and not args.destroy_group and not args.without_with:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
