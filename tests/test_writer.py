@@ -9,10 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 from support.checkpoints import make_view, write_checkpoint
+from support.recording import VARIANTS, RecordingStorage
 
 from easyckpt import failpoints
 from easyckpt.errors import OutOfSpace, SaveFailed
-from easyckpt.format.checksum import chunk_digests, digest_bytes
+from easyckpt.format.checksum import ChunkHasher, chunk_digests, digest_bytes
 from easyckpt.format.image import Layout
 from easyckpt.format.manifest import Index
 from easyckpt.saving import writer
@@ -119,6 +120,33 @@ def test_shard_and_index_are_durable_in_this_order(storage):
         assert ("rank-00000.json" in names) == armed.startswith("writer.index")
         storage.remove_tree("attempt")
         storage.makedirs("attempt")
+
+
+def test_what_write_returns_survives_a_power_cut(tmp_path):
+    storage = RecordingStorage(tmp_path / "root")
+    storage.makedirs("attempt")
+    records = ShardWriter(storage).write("attempt", make_view(tensors()), write_replicated=True)
+    storage.sync_dir("attempt")
+    for variant in VARIANTS:
+        storage.materialise(len(storage.operations), variant, tmp_path / variant)
+        for name, record in records.items():
+            data = (tmp_path / variant / "attempt" / name).read_bytes()
+            assert (len(data), digest_bytes(data)) == (record.size, record.digest)
+
+
+def test_slow_checksums_never_see_memory_that_was_used_again(storage, monkeypatch):
+    started = threading.Event()
+    real = ChunkHasher.update
+
+    def late(self, buffer):
+        started.wait(0.05)  # nobody sets it: by now a writer that does not wait has gathered the next part
+        real(self, buffer)
+
+    monkeypatch.setattr(ChunkHasher, "update", late)
+    parts = [bytes([number]) * (writer.GATHER_BYTES // 2) for number in range(8)]
+    written = ShardWriter(storage).write_file("attempt", FilePlan("file", iter(parts)))
+    monkeypatch.undo()
+    assert list(written.chunks) == chunk_digests(parts)
 
 
 @pytest.mark.parametrize("name", sorted(name for name in failpoints.NAMES if name.startswith("writer.")))
