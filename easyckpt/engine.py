@@ -15,6 +15,9 @@ import torch
 
 from easyckpt import ending, wiring
 from easyckpt.config import CheckpointConfig, resolve
+from easyckpt.distributed.mailbox import Mailbox
+from easyckpt.distributed.ranks import Ranks
+from easyckpt.distributed.rendezvous import Channel
 from easyckpt.errors import EasyckptError, PartlyApplied, StepError, UsageError
 from easyckpt.events import EventLog, Stats, Warned
 from easyckpt.events import Restored as RestoredEvent
@@ -65,22 +68,37 @@ class Checkpointer:
         audit = self._config.audit
         path = audit.root if audit is not None and audit.root is not None else os.fspath(root)
         ranks, channel, mailbox = wiring.meet(process_group, self._config)
-        self._metrics, self._position = Metrics(), DataPosition()
-        capture = StateCapture(
-            dict(state),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            extra={RNG: RngComponent(), DATA: self._position, METRICS: self._metrics},
-        )
-        self._events = EventLog(ranks.rank, None, self._config.log_file_path)
-        opened, ranks = wiring.open_root(path, self._config, ranks, channel, self._events)
-        self._opened, self._ranks, self._channel = opened, ranks, channel
         try:
-            wiring.reserve(capture, opened.arena, self._config)
+            self._build(path, dict(state), ranks, channel, mailbox)
+        except BaseException as error:
+            channel.fail(f"{type(error).__name__}: {error}")
+            channel.close()
+            mailbox.close()
+            raise
+        self._step = -1
+        self._generators: Any = None
+        self._broken: EasyckptError | None = None
+        self._closed = False
+        self._watches_preempted = False
+        self._signals = self._watch_signals()
+        ending.watch(self)
+
+    def _build(self, path: str, state: Mapping[str, Any], ranks: Ranks, channel: Channel, mailbox: Mailbox) -> None:
+        """Join the rooms. A state that cannot be kept is refused before anything on disk is touched."""
+        config = self._config
+        self._metrics, self._position = Metrics(), DataPosition()
+        own = {RNG: RngComponent(), DATA: self._position, METRICS: self._metrics}
+        capture = StateCapture(state, rank=ranks.rank, world_size=ranks.world_size, extra=own)
+        first = capture.capture()
+        self._events = EventLog(ranks.rank, None, config.log_file_path)
+        opened, self._ranks = wiring.open_root(path, config, ranks, channel, self._events)
+        self._opened, self._channel = opened, channel
+        try:
+            wiring.reserve(first, capture, opened.arena, config)
             self._parts = wiring.join(
                 opened,
-                config=self._config,
-                ranks=ranks,
+                config=config,
+                ranks=self._ranks,
                 channel=channel,
                 mailbox=mailbox,
                 capture=capture,
@@ -91,7 +109,7 @@ class Checkpointer:
         except BaseException:
             opened.arena.close(remove=False)
             raise
-        if self._config.events:
+        if config.events:
             log = layout.events_file(ranks.rank)
             self._events.set_sink(lambda data: opened.storage.append(log, data))
         self._housekeeper = Housekeeper(
@@ -99,7 +117,7 @@ class Checkpointer:
             self._metrics if ranks.rank == 0 else None,
             opened.storage,
             lease=opened.lease,
-            lease_interval=self._config.lease_interval,
+            lease_interval=config.lease_interval,
             on_lease_lost=self._parts.coordinator.fail,
         )
         self._saver = Saver(self._parts)
@@ -108,21 +126,14 @@ class Checkpointer:
             naming=self._parts.naming,
             arena=opened.arena,
             channel=channel,
-            ranks=ranks,
+            ranks=self._ranks,
             run=opened.run,
             arena_id=opened.arena_id,
             capture=capture,
-            timeout=self._config.peer_timeout,
+            timeout=config.peer_timeout,
             submit=self._parts.flusher.submit,
             emit=self._events.emit,
         )
-        self._step = -1
-        self._generators: Any = None
-        self._broken: EasyckptError | None = None
-        self._closed = False
-        self._watches_preempted = False
-        self._signals = self._watch_signals()
-        ending.watch(self)
 
     def load(
         self, *, step: int | None = None, strict: bool = True, components: Collection[str] | None = None

@@ -36,7 +36,7 @@ from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.saver import TAIL_SLACK_BYTES, SaverParts
 from easyckpt.saving.scalers import ScalerWatch
 from easyckpt.saving.staging import Stager
-from easyckpt.state.capture import StateCapture
+from easyckpt.state.capture import Capture, StateCapture
 from easyckpt.storage.lease import Lease
 from easyckpt.storage.local import LocalStorage
 
@@ -274,9 +274,8 @@ def join(
     )
 
 
-def reserve(capture: StateCapture, arena: Arena, config: CheckpointConfig) -> None:
-    """Have memory for the state as it will be, in the background."""
-    now = capture.capture()
+def reserve(now: Capture, capture: StateCapture, arena: Arena, config: CheckpointConfig) -> None:
+    """Have memory for the state as it will be, in the background; `now` is the state as it is."""
     nbytes = expected_bytes(now.layout.image_bytes, capture.optimizers(), config.optimizer_factor)
     tail = 3 * len(now.layout.encoded) + 2 * len(now.objects) + TAIL_SLACK_BYTES
     arena.ensure(nbytes + nbytes // 64, tail)

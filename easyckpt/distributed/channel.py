@@ -13,6 +13,8 @@ from easyckpt.errors import PeerError, PeerFailed, PeerTimeout
 
 #: Keys of one exchange are reused three exchanges later: then every rank has certainly deleted its own.
 _GENERATIONS: Final = 3
+#: What rank 0 adds to the count of those who have left; more than there are ranks.
+_DEPARTURE_OF_RANK_0: Final = 1 << 32
 
 
 class Channel(Protocol):
@@ -145,13 +147,14 @@ class StoreChannel:
 
     def _leave(self, deadline: float) -> None:
         counter = departure_key(self._prefix)
-        gone = self._client.add(counter, 1, deadline)
+        others = self._world_size - 1
         if self._rank == 0:
             for _ in polls():
-                if gone >= self._world_size or time.monotonic() >= deadline:
+                if self._client.add(counter, 0) >= others or time.monotonic() >= deadline:
                     break
-                gone = self._client.add(counter, 0, deadline)
-        if gone >= self._world_size:
+        # Whoever makes the sum complete is the last one, and nobody looks at the counter after that.
+        gone = self._client.add(counter, _DEPARTURE_OF_RANK_0 if self._rank == 0 else 1)
+        if gone == _DEPARTURE_OF_RANK_0 + others:
             self._client.delete(list(all_keys(self._prefix, self._world_size)))
 
 

@@ -68,9 +68,12 @@ class Coordinator:
         self._published: Board | None = None
         self._waiting: dict[int, Future[int]] = {}
         self._held: dict[int, int] = {}
+        self._held_attempt: str | None = None
         self._part = Participant(flusher, view_of=self._view, watch=self._watch, report=self._report, emit=emit)
         self._jobs: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = []
         self._failures_in_a_row = 0
+        self._unsaved: EasyckptError | None = None
+        """The newest failure, if nothing was committed since."""
         self._failure: tuple[int, EasyckptError] | None = None
         self._error: EasyckptError | None = None
         self._left = False
@@ -98,7 +101,9 @@ class Coordinator:
 
     def sealed(self, step: int) -> None:
         """The snapshot of `step` is whole and final on this rank."""
-        del step  # the arena knows; this is the bell
+        if self._ranks.alone and self._leader is not None:
+            with self.lock:  # nobody else to ask: the floor is known at once
+                self.floor = self._leader.floor = max(self.floor, step)
         self._wake.set()
 
     def came_to(self, step: int) -> None:
@@ -172,6 +177,8 @@ class Coordinator:
                 f"known here is step {self.committed}"
             )
         self.raise_failure(None)
+        if self._unsaved is not None:
+            raise self._unsaved
         if self._board.close_error:
             raise PeerTimeout(self._board.close_error)
 
@@ -248,6 +255,7 @@ class Coordinator:
         posts = [None if data is None else load_post(data) for data in self._mailbox.posts()]
         with self.lock:
             board, works = self._leader.advance(posts, time.monotonic())
+            self._hold_flush(board.flush)
         for work in works:
             self._start_work(work)
         if board != self._published:
@@ -284,8 +292,7 @@ class Coordinator:
 
     def _listen(self, board: Board) -> None:
         with self.changed:
-            if board.flush is not None and board.flush.attempt != self._part.attempt:
-                self._hold(board.flush.step)
+            self._hold_flush(board.flush)
             for decision in board.decisions:
                 if decision.number > self._post.seen:
                     self._take(decision)
@@ -300,6 +307,12 @@ class Coordinator:
         if board.closed:
             self._resolve_all(SaveFailed("the job has ended"))
             self._left = True
+
+    def _hold_flush(self, flush: Flush | None) -> None:
+        """Keep the slot of a flush from its announcement to its decision. Called under `lock`."""
+        if flush is not None and flush.attempt != self._held_attempt:
+            self._held_attempt = flush.attempt
+            self._hold(flush.step)
 
     def _hold(self, step: int) -> None:
         self._held[step] = self._held.get(step, 0) + 1
@@ -332,12 +345,13 @@ class Coordinator:
         step, attempt = decision.step, decision.attempt or ""
         if decision.outcome == "committed":
             self.committed = max(self.committed, decision.step)
-            self._failures_in_a_row = 0
+            self._failures_in_a_row, self._unsaved = 0, None
             self._emit(FlushCommitted(step=step, attempt=attempt, bytes=decision.nbytes, seconds=decision.seconds))
         elif decision.outcome == "skipped":
             self._emit(FlushSkipped(step=step, reason=decision.reason))
         else:
             self._failures_in_a_row += 1
+            self._unsaved = error
             self._emit(FlushFailed(step=step, attempt=attempt, reason=decision.reason))
             tolerated = self._config.on_failure == "continue" and self._failures_in_a_row <= self._config.max_failures
             if not tolerated and error is not None and self._failure is None:

@@ -1,0 +1,461 @@
+"""The Checkpointer as its users call it, in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import easyckpt
+from easyckpt import Checkpointer, failpoints
+from easyckpt.saving.staging import Stager
+
+
+class Training:
+    """A model whose state is a function of the number of steps, so that any restored state can be told."""
+
+    def __init__(self, root: Path, **settings) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Linear(16, 16)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.progress = {"epoch": 0, "wandb_id": None}
+        state = {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
+        self.checkpointer = Checkpointer(root, state, **({"save_storage_interval": 10} | settings))
+
+    def step(self) -> None:
+        self.model(torch.randn(4, 16)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.progress["epoch"] += 1
+
+    def to(self, last: int, first: int = 0) -> None:
+        for number in range(first + 1, last + 1):
+            self.step()
+            self.checkpointer.save_if_needed(number)
+
+    def weights(self) -> torch.Tensor:
+        return self.model.weight.detach().clone()
+
+
+@pytest.fixture(autouse=True)
+def disarm():
+    yield
+    failpoints.arm("")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def committed(root: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in root.glob("step-*") if "." not in path.name)
+
+
+def start(root: Path, **settings) -> tuple[Training, easyckpt.Restored]:
+    training = Training(root, **settings)
+    return training, training.checkpointer.load()
+
+
+def test_a_clean_end_commits_the_newest_snapshot_and_frees_the_memory(root, memory_dir):
+    training, restored = start(root)
+    assert (restored.step, restored.tier) == (0, None)
+    with training.checkpointer:
+        training.to(13)
+    assert committed(root)[-1] == 13
+    assert [path for path in memory_dir.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_a_load_gives_back_the_same_bits_from_storage(root):
+    training, _ = start(root)
+    with training.checkpointer:
+        training.to(13)
+    again, restored = start(root)
+    with again.checkpointer:
+        assert (restored.step, restored.tier) == (13, "storage")
+        assert restored.path == str(root / "step-00000013")
+        assert torch.equal(again.weights(), training.weights())
+        assert again.progress == {"epoch": 13, "wandb_id": None}
+        again.to(15, 13)
+        training.to_digest = None
+    third, restored = start(root)
+    with third.checkpointer:
+        assert restored.step == 15
+
+
+def test_a_loop_that_left_with_an_exception_goes_on_from_memory(root):
+    training, _ = start(root)
+    with pytest.raises(ZeroDivisionError), training.checkpointer:
+        training.to(7)
+        raise ZeroDivisionError
+    again, restored = start(root)
+    with again.checkpointer:
+        assert (restored.step, restored.tier) == (7, "memory")
+        assert torch.equal(again.weights(), training.weights())
+
+
+def test_restored_from_memory_and_ended_at_once_is_committed(root):
+    training, _ = start(root)
+    with pytest.raises(ZeroDivisionError), training.checkpointer:
+        training.to(7)
+        raise ZeroDivisionError
+    again, _ = start(root)
+    again.checkpointer.close()
+    assert committed(root) == [7]
+    third, restored = start(root)
+    with third.checkpointer:
+        assert (restored.step, restored.tier) == (7, "storage")
+
+
+def test_restored_from_storage_and_ended_at_once_changes_nothing(root):
+    training, _ = start(root)
+    with training.checkpointer:
+        training.to(12)
+    before = sorted(os.listdir(root))
+    again, _ = start(root)
+    again.checkpointer.close()
+    assert sorted(os.listdir(root)) == before
+
+
+def test_save_is_durable_when_its_future_says_so(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        training.step()
+        assert checkpointer.save(1).result(60) == 1
+        assert committed(root) == [1]
+        assert checkpointer.save(1).result(0) == 1  # the existing commit
+        training.step()
+        checkpointer.save(2, wait=True)
+        assert committed(root) == [1, 2]
+
+
+def test_step_zero_can_be_saved(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        checkpointer.save_if_needed(0)
+        checkpointer.wait(60)
+        assert committed(root) == [0]
+    again, restored = start(root)
+    with again.checkpointer:
+        assert (restored.step, restored.tier) == (0, "storage")
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "3", None])
+def test_a_step_is_a_number_of_finished_steps(root, step):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer, pytest.raises(easyckpt.StepError):
+        checkpointer.save_if_needed(step)
+
+
+def test_steps_go_backwards_only_by_a_load(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        training.to(12)
+        with pytest.raises(easyckpt.StepError, match="backwards"):
+            checkpointer.save_if_needed(11)
+        checkpointer.wait(60)
+        assert checkpointer.load(step=10).step == 10
+        training.to(11, 10)
+    assert committed(root)[-1] == 11
+
+
+def test_a_first_save_beside_checkpoints_nobody_loaded_is_refused(root):
+    training, _ = start(root)
+    with training.checkpointer:
+        training.to(10)
+    careless = Training(root)
+    careless.step()
+    with pytest.raises(easyckpt.NotLoaded, match=r"load\(\)"):
+        careless.checkpointer.save_if_needed(1)
+    careless.checkpointer.close()
+    assert committed(root) == [10]
+
+
+def test_a_first_save_beside_snapshots_nobody_loaded_is_refused(root):
+    training, _ = start(root)
+    with pytest.raises(ZeroDivisionError), training.checkpointer:
+        training.to(7)
+        raise ZeroDivisionError
+    careless = Training(root)
+    careless.step()
+    with pytest.raises(easyckpt.NotLoaded, match="shared memory"):
+        careless.checkpointer.save_if_needed(1)
+    careless.checkpointer.abandon()
+    again, restored = start(root)
+    with again.checkpointer:
+        assert restored.step == 7
+
+
+def test_a_second_job_on_the_same_root_is_refused_and_names_the_owner(root):
+    training, _ = start(root)
+    with training.checkpointer:
+        with pytest.raises(easyckpt.RootInUse):
+            Training(root)
+        training.to(3)
+    assert committed(root) == [3]
+
+
+def test_a_step_that_is_not_there_cannot_be_loaded(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        training.to(10)
+        checkpointer.wait(60)
+        with pytest.raises(easyckpt.NoCheckpoint, match="step 4"):
+            checkpointer.load(step=4)
+
+
+def test_rotation_keeps_the_newest(root):
+    training, _ = start(root, save_storage_interval=1, max_ckpt_num=2, back_pressure="wait")
+    with training.checkpointer:
+        training.to(8)
+    assert committed(root) == [7, 8]
+
+
+def test_back_pressure_wait_commits_every_due_step(root):
+    training, _ = start(root, save_storage_interval=2, max_ckpt_num=None, back_pressure="wait")
+    with training.checkpointer as checkpointer:
+        training.to(10)
+        checkpointer.wait(60)
+        assert committed(root) == [2, 4, 6, 8, 10]
+        assert "FlushSkipped" not in checkpointer.stats().counts
+
+
+def test_back_pressure_skip_never_waits_and_counts(root, tmp_path):
+    hold = tmp_path / "hold"
+    failpoints.arm(f"writer.shard.begin=hold:{hold}")
+    training, _ = start(root, save_storage_interval=5)
+    with training.checkpointer as checkpointer:
+        training.to(20)  # comes to its end although the flush of step 5 does not
+        while checkpointer.stats().counts.get("FlushSkipped", 0) < 3:
+            pass
+        hold.with_suffix(".go").touch()
+        checkpointer.wait(60)
+        assert committed(root) == [5]
+        assert checkpointer.stats().counts["FlushSkipped"] == 3
+        assert "SnapshotSkipped" not in checkpointer.stats().counts
+    assert committed(root) == [5, 20]
+
+
+@pytest.mark.parametrize("place", ["writer.shard.chunk", "writer.index.written", "commit.rename.before"])
+def test_a_failed_background_save_raises_at_a_later_call_and_again_nothing_is_lost(root, place):
+    training, _ = start(root)
+    failpoints.arm(f"{place}=error:EIO")
+    with training.checkpointer as checkpointer:
+        training.to(10)
+        with pytest.raises(easyckpt.SaveFailed, match="Input/output error"):
+            checkpointer.wait(60)
+        training.to(12, 10)
+    assert committed(root) == [12]
+    assert not list(root.glob(".*"))
+
+
+def test_a_failure_is_raised_by_the_training_loop_itself(root):
+    training, _ = start(root)
+    failpoints.arm("writer.shard.chunk=error:ENOSPC")
+    with training.checkpointer:
+        with pytest.raises(easyckpt.SaveFailed, match="No space left"):
+            training.to(1_000_000)
+        assert training.progress["epoch"] < 1_000_000
+
+
+def test_up_to_k_failures_in_a_row_are_tolerated(root):
+    training, _ = start(root, save_storage_interval=1, on_failure="continue", max_failures=2, back_pressure="wait")
+    failpoints.arm("writer.shard.chunk@*=error:EIO")
+    with pytest.raises(easyckpt.SaveFailed), training.checkpointer as checkpointer:
+        training.to(2)
+        checkpointer.wait(60)
+        training.to(3, 2)
+        checkpointer.wait(60)
+    failpoints.arm("")
+
+
+def test_close_raises_what_is_not_durable_whatever_the_policy(root):
+    training, _ = start(root, on_failure="continue", max_failures=100)
+    failpoints.arm("writer.shard.chunk@*=error:EIO")
+    with pytest.raises(easyckpt.SaveFailed), training.checkpointer:
+        training.to(3)
+    failpoints.arm("")
+    again, restored = start(root)
+    with again.checkpointer:
+        assert (restored.step, restored.tier) == (3, "memory")
+
+
+def test_an_error_after_the_rename_is_not_called_failed(root):
+    training, _ = start(root)
+    failpoints.arm("commit.rename.after=error:EIO")
+    with training.checkpointer as checkpointer:
+        training.step()
+        with pytest.raises(easyckpt.OutcomeUnknown):
+            checkpointer.save(1, wait=True)
+        with pytest.raises(easyckpt.OutcomeUnknown):
+            checkpointer.wait(60)
+    assert 1 in committed(root)
+
+
+@pytest.mark.parametrize("place", ["commit.durable", "commit.latest.after", "retention.rename.before"])
+def test_trouble_after_the_commit_does_not_make_it_a_failure(root, place):
+    training, _ = start(root, max_ckpt_num=1)
+    with training.checkpointer as checkpointer:
+        training.step()
+        checkpointer.save(1, wait=True)
+        failpoints.arm(f"{place}=error:EIO")
+        training.step()
+        checkpointer.save(2, wait=True)
+        checkpointer.wait(60)
+    assert 2 in committed(root)
+
+
+def test_metrics_stay_beside_the_checkpoints_and_are_cut_on_resume(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        for number in range(1, 16):
+            training.step()
+            checkpointer.log(loss=torch.tensor(number / 2), note="x")
+            checkpointer.save_if_needed(number)
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 16))
+    again, _ = start(root)
+    with again.checkpointer as checkpointer:
+        restored = checkpointer.load(step=10)
+        assert restored.metrics == {"loss": 5.0}
+        again.to(11, 10)
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 11))
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), object(), [1]])
+def test_what_is_no_metric_is_refused_by_name(root, value):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer, pytest.raises(easyckpt.UsageError, match="accuracy"):
+        checkpointer.log(accuracy=value)
+
+
+def test_events_are_written_counted_and_logged(root, tmp_path):
+    log = tmp_path / "readable.log"
+    training, _ = start(root, log_file_path=str(log))
+    with training.checkpointer as checkpointer:
+        training.to(10)
+        checkpointer.wait(60)
+        counts = checkpointer.stats().counts
+    assert counts["SnapshotSealed"] >= 9
+    assert counts["FlushCommitted"] == 1
+    events = [json.loads(line) for line in (root / "events" / "rank-00000.jsonl").read_text().splitlines()]
+    sealed = [event["step"] for event in events if event["event"] == "SnapshotSealed"]
+    assert sealed == list(range(1, 11))
+    commits = [event for event in events if event["event"] == "FlushCommitted"]
+    assert commits[0]["step"] == 10
+    assert commits[0]["bytes"] > 0
+    assert commits[0]["seconds"] > 0
+    assert "flush committed, step 10" in log.read_text()
+
+
+def test_a_closed_checkpointer_says_so(root):
+    training, _ = start(root)
+    training.checkpointer.close()
+    training.checkpointer.close()
+    with pytest.raises(easyckpt.UsageError, match="closed"):
+        training.checkpointer.save_if_needed(1)
+
+
+def test_bad_input_in_the_constructor_leaves_the_root_as_it_was(root):
+    with pytest.raises(easyckpt.ConfigError, match="slots"):
+        Training(root, slots=0)
+    with pytest.raises(easyckpt.ConfigError, match="save_memory_interval"):
+        Training(root, save_memory_interval=2)
+    with pytest.raises(easyckpt.EasyckptError, match="thing"):
+        Checkpointer(root, {"thing": object()})
+    with pytest.raises(easyckpt.UnsupportedValue, match="progress"):
+        Checkpointer(root, {"progress": {"lock": object()}})
+    assert not root.exists()
+
+
+def test_a_file_in_place_of_the_root_is_refused(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    with pytest.raises(easyckpt.EasyckptError, match="file"):
+        Training(path)
+    assert path.read_text() == "mine"
+
+
+def test_restore_is_read_only_and_works_beside_a_running_job(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        training.to(10)
+        checkpointer.wait(60)
+        at_ten = training.weights()
+        before = sorted(str(path) for path in root.rglob("*"))
+        other = nn.Linear(16, 16)
+        generator = torch.get_rng_state()
+        restored = easyckpt.restore(root, {"model": other})
+        assert (restored.step, restored.tier) == (10, "storage")
+        assert torch.equal(other.weight, at_ten)
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert sorted(str(path) for path in root.rglob("*")) == before
+
+
+def test_nothing_is_applied_when_the_objects_do_not_fit(root):
+    training, _ = start(root)
+    with training.checkpointer:
+        training.to(10)
+    model = nn.Linear(16, 17)
+    weights = model.weight.detach().clone()
+    with Checkpointer(root, {"model": model}) as checkpointer:
+        with pytest.raises(easyckpt.StateMismatch) as caught:
+            checkpointer.load()
+        assert "weight" in str(caught.value)
+        assert torch.equal(model.weight, weights)
+    assert committed(root) == [10]
+
+
+def test_saving_after_a_half_applied_load_is_refused(root):
+    training, _ = start(root)
+    with training.checkpointer:
+        training.to(10)
+
+    class Bad:
+        def state_dict(self):
+            return {"a": 1}
+
+        def load_state_dict(self, state):
+            raise RuntimeError("no")
+
+    state = {"model": training.model, "bad": Bad()}
+    with Checkpointer(root.with_name("other"), state) as checkpointer:
+        checkpointer.load()
+        checkpointer.save_if_needed(100)
+    with Checkpointer(root.with_name("other"), state) as checkpointer:
+        with pytest.raises(easyckpt.PartlyApplied, match="bad"):
+            checkpointer.load()
+        with pytest.raises(easyckpt.UsageError, match="partly"):
+            checkpointer.save_if_needed(101)
+
+
+def test_a_forked_child_is_inert(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        training.to(3)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                checkpointer.save_if_needed(4)
+                checkpointer.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        training.to(5, 3)
+    assert committed(root) == [5]
+
+
+def test_the_hook_is_gone_after_close(root):
+    training, _ = start(root)
+    training.checkpointer.close()
+    from torch.optim import optimizer as torch_optimizer
+
+    hooks = torch_optimizer._global_optimizer_pre_hooks.values()
+    assert not any(isinstance(getattr(hook, "__self__", None), Stager) for hook in hooks)
