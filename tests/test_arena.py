@@ -246,6 +246,13 @@ def test_a_smaller_layout_uses_the_larger_slots(directory, arenas):
     assert save(arena, 1, None)
 
 
+def test_larger_slots_of_before_count_in_the_budget(directory, arenas):
+    arena = prepared(arenas(directory, 4, budget_bytes=6 * MIB), 4 * MIB)
+    save(arena, 1, None)
+    prepared(arena, MIB)
+    assert 5 * MIB < arena.nbytes <= 6 * MIB
+
+
 def test_budget_bounds_the_number_of_slots(directory, arenas, caplog):
     arena = prepared(arenas(directory, 4, budget_bytes=2 * (MIB + 8192) + 4096))
     assert arena.count == 2
@@ -654,11 +661,14 @@ def test_private_memory_is_measured_by_default(directory, arenas):
 
 def test_room_that_older_slots_free_is_used_before_private_memory(tmpfs, arenas):
     """Shared memory is full of slots that are too small by now: they make room one after another."""
-    arena = prepared(arenas(tmpfs, 3, budget_bytes=1 << 40), 18 * MIB)
+    arena = prepared(arenas(tmpfs, 3, budget_bytes=1 << 40), 20 * MIB)
     assert all(save(arena, step, None) for step in (1, 2, 3))
     prepared(arena, 27 * MIB)
-    for step in range(4, 12):
-        save(arena, step, step - 1, image_bytes=27 * MIB)
+    assert not save(arena, 4, 2, image_bytes=27 * MIB)  # 1 is given up; its room alone is too little
+    assert arena.wait_ready(WAIT)
+    assert arena.survives
+    for step in range(5, 12):
+        save(arena, step, max(3, step - 1), image_bytes=27 * MIB)
         assert arena.wait_ready(WAIT)
     assert arena.survives
     assert arena.count == 2

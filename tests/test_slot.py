@@ -411,33 +411,27 @@ def test_forked_child_is_inert_and_keeps_no_memory(tmpfs):
     path = os.path.join(tmpfs, "slot")
     slot = Slot.create(path, 8 << 20, 1)
     snapshot(slot, 3)
-    ask, answer = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            for call in (slot.begin, slot.clear, slot.view, slot.populate, lambda: slot.image):
-                with pytest.raises(UsageError, match="forked"):
-                    call()
-            slot.close(unlink=True)
-            slot = None
-            gc.collect()
-            mapped = mapped_bytes(path)
-            os.write(answer[1], b"%d" % mapped)
-            os.read(ask[0], 1)
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.read(answer[0], 20) == b"0"
-    assert os.path.exists(path)
-    assert slot.view().image == bytes([3]) * IMAGE
-    free = os.statvfs(tmpfs).f_blocks
-    slot.close(unlink=True)
-    assert os.statvfs(tmpfs).f_bavail == free  # although the child lives on
-    os.write(ask[1], b"x")
-    assert os.waitpid(child, 0)[1] == 0
-    for fd in (*ask, *answer):
-        os.close(fd)
+
+    def use(child: Forked) -> None:
+        nonlocal slot
+        for call in (slot.begin, slot.clear, slot.view, slot.populate, lambda: slot.image):
+            with pytest.raises(UsageError, match="forked"):
+                call()
+        slot.close(unlink=True)
+        slot = None
+        gc.collect()
+        child.say(mapped_bytes(path))
+        child.wait_for_go()
+
+    with Forked(use) as child:
+        assert child.line() == "0"
+        assert os.path.exists(path)
+        assert slot.view().image == bytes([3]) * IMAGE
+        slot.close(unlink=True)
+        space = os.statvfs(tmpfs)
+        assert space.f_bavail == space.f_blocks  # although the child lives on
+        child.go()
+        assert child.wait() == 0
 
 
 # Files that cannot be believed.

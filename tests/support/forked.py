@@ -63,6 +63,10 @@ class Forked:
                 break
         return lines
 
+    def line(self) -> str:
+        """The next line that the child says; empty at the end."""
+        return self._lines.readline().strip()
+
     def go(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._write, b"x")
