@@ -242,6 +242,7 @@ def test_partial_state_of_frozen_and_unused_parameters():
     for parameter in fresh.parameters():
         parameter.grad = torch.ones_like(parameter)
     other.step()  # has state where the saved one has none
+    other.state[fresh[0].weight]["stale"] = torch.ones(1)
     round_trip({"m": model, "o": optimizer}, {"m": fresh, "o": other})
     assert len(other.state) == 4
     assert [list(map(id, fresh.parameters())).index(id(p)) for p in other.state] == [0, 1, 6, 7]
@@ -338,6 +339,24 @@ def test_optimizers_that_do_not_fit_are_problems_and_stay_as_they_are():
     (found,) = problems(image, o=torch.optim.AdamW([*parameters[:5], nn.Parameter(torch.ones(7))]))
     assert found == "o: parameter 5 has shape (2,) in the checkpoint and (7,) here"
     assert len(two.state) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("there", "here"), [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")])
+def test_state_follows_its_parameter_to_another_device(there, here, fused):
+    model, fresh = network(1).to(there), network(2).to(here)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    other = torch.optim.AdamW(fresh.parameters(), fused=fused)
+    model(torch.randn(2, 3, 4, 4, device=there)).sum().backward()
+    optimizer.step()
+    restore(snapshot(m=model, o=optimizer), m=fresh, o=other)
+    for entry in other.state.values():
+        assert entry["exp_avg"].device.type == here
+    fresh(torch.randn(2, 3, 4, 4, device=here)).sum().backward()
+    other.step()
+    assert all(entry["step"] == 2 for entry in other.state.values())
 
 
 # Schedulers and other objects.

@@ -17,11 +17,11 @@ from easyckpt.state.tensors import dense_order, stored
 
 
 def trained(steps=1, **options):
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(5, 3)).square().sum().backward()
+        model(torch.randn(5, 4)).square().sum().backward()
         optimizer.step()
     return model, optimizer
 
@@ -42,7 +42,7 @@ def test_the_layout_is_the_same_object_while_the_state_keeps_its_form():
     capture = StateCapture({"m": model, "o": optimizer, "s": scheduler, "ema": ema, "g": torch.Generator()})
     first = capture.capture()
     for _ in range(3):
-        model(torch.randn(5, 3)).sum().backward()
+        model(torch.randn(5, 4)).sum().backward()
         optimizer.step()
         scheduler.step()
         ema["0.weight"] = ema["0.weight"].clone()  # a fresh tensor of the same form is no change of form
@@ -92,7 +92,7 @@ def resize(model, optimizer):
     model[1].running_mean.resize_(2)
 
 
-def transpose(model, optimizer):
+def transpose(model, optimizer):  # of the same shape, at the same place
     model[0].weight.data = model[0].weight.data.t()
 
 
@@ -117,7 +117,26 @@ def new_module(model, optimizer):
 
 
 def swapped_module(model, optimizer):
-    model[0] = nn.Linear(3, 4)
+    model[0] = nn.Linear(4, 4)
+
+
+def swapped_module_that_lives_on(model, optimizer):
+    model.old = [model[0]]
+    model[0] = nn.Linear(4, 4)
+
+
+def parameter_where_none_was(model, optimizer):
+    model[1].bias = None
+    StateCapture({"m": model}).capture()
+    model[1].bias = nn.Parameter(torch.ones(4))
+
+
+def state_that_becomes_a_number(model, optimizer):
+    optimizer.state[model[0].weight]["step"] = 3.0
+
+
+def reordered_state(model, optimizer):
+    optimizer.state[model[0].weight] = optimizer.state.pop(model[0].weight)
 
 
 def new_state(model, optimizer):
@@ -145,7 +164,8 @@ def new_group(model, optimizer):
     "change",
     [
         replace_parameter, move_data, change_dtype, reinterpret, resize, transpose, reshape_in_place, new_buffer,
-        gone_buffer, renamed, new_module, swapped_module, new_state, new_key_of_no_tensor, lost_state, replaced_state,
+        gone_buffer, renamed, new_module, swapped_module, swapped_module_that_lives_on, parameter_where_none_was,
+        state_that_becomes_a_number, reordered_state, new_state, new_key_of_no_tensor, lost_state, replaced_state,
         new_group,
     ],
 )  # fmt: skip
@@ -180,10 +200,10 @@ def test_moved_memory_of_one_form_keeps_the_layout_and_changes_the_sources():
     model, _ = trained()
     capture = StateCapture({"m": model})
     first = capture.capture()
-    model[0].weight.data = torch.full((4, 3), 7.0)
+    model[0].weight.data = torch.full((4, 4), 7.0)
     second = capture.capture()
     assert second.layout is first.layout
-    assert torch.equal(source(second, "m", "0.weight"), torch.full((4, 3), 7.0))
+    assert torch.equal(source(second, "m", "0.weight"), torch.full((4, 4), 7.0))
 
 
 def test_no_tensor_is_kept_alive_between_captures():
@@ -201,7 +221,7 @@ def test_no_tensor_is_kept_alive_between_captures():
         weakref.ref(model[2]),
     ]
     del optimizer.state[parameter], ema["w"], model[1].running_mean, model[2]
-    model[0].weight = nn.Parameter(torch.ones(4, 3))
+    model[0].weight = nn.Parameter(torch.ones(4, 4))
     optimizer.param_groups[0]["params"][0] = model[0].weight
     del parameter
     gc.collect()
@@ -358,6 +378,12 @@ def test_a_container_that_turns_to_the_parameters_memory_is_seen():
     capture = StateCapture({"m": model, "o": optimizer, "c": state})
     assert ("c", "best") in leaves(capture.capture())
     state["best"] = model[0].weight.detach()
+    fresh = StateCapture({"m": model, "o": optimizer, "c": state}).capture()
+    assert capture.capture().layout.encoded == fresh.layout.encoded
+    first, second = model[1].weight, model[1].bias
+    state["best"] = first.detach()
+    capture.capture()
+    state["best"] = second.detach()  # from one parameter to another of the same form
     fresh = StateCapture({"m": model, "o": optimizer, "c": state}).capture()
     assert capture.capture().layout.encoded == fresh.layout.encoded
 

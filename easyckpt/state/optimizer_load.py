@@ -125,7 +125,7 @@ def apply_optimizer(optimizer: Optimizer, saved: Saved, fetch: Fetch) -> None:
     parameters = list(_parameters(optimizer))
     filler = Filler(saved, fetch)
     values = iter(filler.decode_and_fill(stored.values, _live_values(optimizer, stored)))
-    tensors = _Tensors(saved, fetch, stored)
+    tensors = _Tensors(saved, fetch, stored, optimizer)
     state: list[tuple[Any, Any]] = []
     for entry in stored.entries:
         owner = parameters[entry.owner] if entry.is_parameter else entry.owner
@@ -133,7 +133,7 @@ def apply_optimizer(optimizer: Optimizer, saved: Saved, fetch: Fetch) -> None:
         here = old if type(old) is dict else {}
         parameter = owner if entry.is_parameter else None
         new = {
-            key: next(values) if ref is None else tensors.get(ref, here.get(key), parameter, entry.owner)
+            key: next(values) if ref is None else tensors.get(ref, key, here.get(key), parameter, entry.owner)
             for key, ref in entry.items
         }
         if entry.whole:
@@ -154,22 +154,34 @@ def apply_optimizer(optimizer: Optimizer, saved: Saved, fetch: Fetch) -> None:
 class _Tensors:
     """The optimizer's state tensors, in place where they fit, tied where the saved ones are."""
 
-    def __init__(self, saved: Saved, fetch: Fetch, stored: _Stored) -> None:
+    def __init__(self, saved: Saved, fetch: Fetch, stored: _Stored, optimizer: Optimizer) -> None:
         self._saved, self._fetch, self._stored = saved, fetch, stored
         self._made: dict[tuple[int, torch.device], torch.Tensor] = {}
+        #: By parameter: whether its step count is kept on its own device.
+        self._step_moves = [
+            bool(group.get("capturable") or group.get("fused"))
+            for group in optimizer.param_groups
+            for _ in group["params"]
+        ]
 
-    def get(self, number: int, live: Any, parameter: torch.Tensor | None, owner: Any) -> torch.Tensor:
+    def get(self, number: int, key: Any, live: Any, parameter: torch.Tensor | None, owner: Any) -> torch.Tensor:
+        """The state tensor under `key` of the parameter numbered `owner` (of another key, without a parameter)."""
         ref: Ref = self._saved.ref(number)
-        device = device_for(ref.leaf.device, parameter)
-        if parameter is not None and ref.leaf.device == self._stored.devices[owner]:
-            device = parameter.device  # it lived with its parameter, wherever that was
+        device = self._device(ref, key, parameter, owner)
         dtype = DTYPES.get(ref.leaf.dtype)
         if dtype is None:
             raise DamagedCheckpoint(f"component {self._saved.name!r}: unknown dtype {ref.leaf.dtype!r}")
         if same_kind(live, ref.leaf.shape, dtype) and live.device == device:
             copy_exact(live, self._fetch(number))
             return live  # type: ignore[no-any-return]
-        key = (self._saved.numbers[number], device)
-        if key not in self._made:
-            self._made[key] = new_like(self._fetch(number), device, parameter)
-        return self._made[key]
+        made = (self._saved.numbers[number], device)
+        if made not in self._made:
+            self._made[made] = new_like(self._fetch(number), device, parameter)
+        return self._made[made]
+
+    def _device(self, ref: Ref, key: Any, parameter: torch.Tensor | None, owner: Any) -> torch.device:
+        if parameter is None or ref.leaf.device != self._stored.devices[owner]:
+            return device_for(ref.leaf.device, parameter)  # "cpu" beside a parameter elsewhere: it stays there
+        if ref.leaf.device == "cpu" and key == "step" and not self._step_moves[owner]:
+            return torch.device("cpu")  # trained on the CPU and going on elsewhere: torch's rule for step counts
+        return parameter.device  # it lived with its parameter, wherever that was
