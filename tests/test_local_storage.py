@@ -291,6 +291,19 @@ def test_what_returned_is_durable(tmp_path, variant):
     assert after.read("log") == b"1\n2\n"
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_exclusive_creation_is_durable_by_itself_and_never_partial(tmp_path, variant):
+    storage = RecordingStorage(tmp_path / "root")
+    storage.makedirs("")
+    begin = len(storage.operations)
+    assert storage.link_exclusive("lease.json", b"mine")
+    for k in range(begin, len(storage.operations) + 1):
+        storage.materialise(k, variant, tmp_path / str(k))
+        lease = tmp_path / str(k) / "lease.json"
+        assert lease.exists() or k < len(storage.operations)
+        assert not lease.exists() or lease.read_bytes() == b"mine"
+
+
 def test_recorder_shows_what_was_not_synced(tmp_path):
     storage = RecordingStorage(tmp_path / "root")
     storage.makedirs("")
