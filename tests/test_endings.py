@@ -1,0 +1,160 @@
+"""How a job ends: cleanly, by an exception, a signal, or without saying goodbye. Real processes throughout."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from easyckpt import catalog
+from easyckpt.storage.local import LocalStorage
+from tests.support import jobs
+
+SETTINGS = {"save_storage_interval": 1000}
+FAILING_STORAGE = {"EASYCKPT_FAILPOINTS": "writer.shard.chunk@*=error:ENOSPC"}
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "run", tmp_path / "notes"
+
+
+def committed(root: Path) -> list[int]:
+    return [entry.step for entry in catalog.scan(LocalStorage(str(root))).committed()]
+
+
+def test_an_end_without_with_is_drained(paths):
+    root, notes = paths
+    jobs.run(root, notes, "--without-with", steps=7, settings=SETTINGS)
+    assert committed(root) == [7]
+
+
+def test_an_end_without_with_whose_save_fails_has_an_exit_code(paths):
+    root, notes = paths
+    job = jobs.run(root, notes, "--without-with", steps=7, settings=SETTINGS, code=1, **FAILING_STORAGE)
+    assert "NOT durable" in job.stderr
+    assert committed(root) == []
+    again = jobs.run(root, notes, steps=8, settings=SETTINGS)
+    assert again.notes()[0]["tier"] == "memory"
+    assert committed(root) == [8]
+
+
+def test_a_with_block_whose_last_save_fails_has_an_exit_code(paths):
+    root, notes = paths
+    job = jobs.run(root, notes, steps=7, settings=SETTINGS, code=1, **FAILING_STORAGE)
+    assert "SaveFailed" in job.stderr
+
+
+@pytest.mark.parametrize("with_block", [True, False])
+def test_an_exception_keeps_the_memory_and_is_not_replaced(paths, with_block):
+    root, notes = paths
+    arguments = [] if with_block else ["--without-with"]
+    job = jobs.run(root, notes, "--raise-at=7", *arguments, steps=9, settings=SETTINGS, code=1, **FAILING_STORAGE)
+    assert "RuntimeError: the training has failed" in job.stderr
+    assert job.stderr.count("Traceback") == 1
+    assert committed(root) == []
+    again = jobs.run(root, notes, steps=9, settings=SETTINGS)
+    assert (again.notes()[0]["restored"], again.notes()[0]["tier"]) == (7, "memory")
+
+
+@pytest.mark.parametrize("with_block", [True, False])
+def test_sys_exit_zero_is_a_clean_end(paths, with_block):
+    root, notes = paths
+    arguments = [] if with_block else ["--without-with"]
+    jobs.run(root, notes, "--exit-at=7", *arguments, steps=9, settings=SETTINGS)
+    assert committed(root) == [7]
+
+
+def test_ctrl_c_keeps_the_memory(paths):
+    root, notes = paths
+    job = jobs.start(root, notes, "--step-seconds=0.01", steps=100_000, settings=SETTINGS)
+    job.wait_for("finished", 5)
+    os.kill(job.process.pid, signal.SIGINT)
+    assert job.end() in (1, 130, -signal.SIGINT)
+    assert "KeyboardInterrupt" in job.stderr
+    last = job.values("finished")[-1]
+    again = jobs.run(root, notes, steps=last + 1, settings=SETTINGS)
+    assert again.notes()[0]["tier"] == "memory"
+    assert last - 1 <= again.notes()[0]["restored"] <= last
+
+
+def test_sigterm_flushes_the_newest_snapshot_while_the_main_thread_is_away(paths):
+    root, notes = paths
+    # The job's main thread sleeps for ever behind a lock held in C.
+    job = jobs.start(root, notes, "--hold-at=7", steps=100, settings=SETTINGS)
+    job.wait_for("finished", 7)
+    while not list(root.glob("events/*")):
+        pass
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.end() == -signal.SIGTERM
+    assert committed(root) in ([6], [7])  # 7 is sealed only by the next optimizer step
+
+
+def test_sigterm_gives_a_loop_that_watches_time_to_end_cleanly(paths):
+    root, notes = paths
+    job = jobs.start(root, notes, "--watch-preempted", "--step-seconds=0.01", steps=100_000, settings=SETTINGS)
+    job.wait_for("finished", 5)
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.end() == 0, job.stderr
+    last = job.values("preempted")[0]
+    assert committed(root)[-1] == last == job.values("finished")[-1]
+
+
+def test_a_signal_of_the_users_choice_flushes_too(paths):
+    root, notes = paths
+    job = jobs.start(root, notes, "--hold-at=7", steps=100, settings=SETTINGS | {"signals": ["SIGUSR1"]})
+    job.wait_for("finished", 7)
+    os.kill(job.process.pid, signal.SIGUSR1)
+    assert job.end() == -signal.SIGUSR1
+    assert committed(root) in ([6], [7])
+
+
+def test_two_ranks_flush_together_when_one_gets_the_signal(paths):
+    root, notes = paths
+    job = jobs.start(root, notes, "--hold-at=7", steps=100, ranks=2, settings=SETTINGS)
+    for rank in range(2):
+        job.wait_for("finished", 7, rank)
+    pid = int(next(pid for pid in children(job.process.pid) if rank_of(pid) == "1"))
+    os.kill(pid, signal.SIGTERM)
+    job.end()
+    assert committed(root) in ([6], [7])
+
+
+def children(parent: int) -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == parent:
+                found.append(int(entry))
+    return found
+
+
+def rank_of(pid: int) -> str | None:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    values = [entry[5:].decode() for entry in entries if entry.startswith(b"RANK=")]
+    return values[0] if values else None
+
+
+def test_a_process_group_destroyed_before_close_does_no_harm(paths):
+    root, notes = paths
+    job = jobs.run(root, notes, "--destroy-group", steps=12, ranks=2, settings={"save_storage_interval": 5})
+    assert committed(root)[-1] == 12
+    assert len(job.digest) == 2
+
+
+def test_a_second_job_on_the_same_root_is_refused_while_the_first_lives(paths, tmp_path):
+    root, notes = paths
+    job = jobs.start(root, notes, "--hold-at=3", steps=100, settings=SETTINGS)
+    job.wait_for("finished", 3)
+    second = jobs.run(root, tmp_path / "other", steps=5, settings=SETTINGS, code=1)
+    assert "RootInUse" in second.stderr
+    assert f"{job.process.pid}" in second.stderr
+    job.kill()
+    third = jobs.run(root, notes, steps=5, settings=SETTINGS)  # at once: the owner is proven dead
+    assert third.notes()[0]["tier"] == "memory"
