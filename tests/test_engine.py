@@ -309,6 +309,26 @@ def test_trouble_after_the_commit_does_not_make_it_a_failure(root, place):
     assert 2 in committed(root)
 
 
+def test_without_memory_for_one_snapshot_due_saves_wait_and_are_durable(root, monkeypatch):
+    from easyckpt.memory.arena import Arena
+
+    no_memory_at_all = property(lambda self: 0)
+    monkeypatch.setattr(Arena, "count", no_memory_at_all)
+    training, _ = start(root, save_storage_interval=5)
+    with training.checkpointer as checkpointer:
+        training.to(4)
+        assert committed(root) == []
+        training.to(5, 4)
+        assert committed(root) == [5]
+        training.step()
+        checkpointer.save(6)
+        assert committed(root) == [5, 6]
+    again, restored = start(root)
+    with again.checkpointer:
+        assert (restored.step, restored.tier) == (6, "storage")
+        assert torch.equal(again.weights(), training.weights())
+
+
 def test_metrics_stay_beside_the_checkpoints_and_are_cut_on_resume(root):
     training, _ = start(root)
     with training.checkpointer as checkpointer:
@@ -387,14 +407,14 @@ def test_restore_is_read_only_and_works_beside_a_running_job(root):
         training.to(10)
         checkpointer.wait(60)
         at_ten = training.weights()
-        before = sorted(str(path) for path in root.rglob("*"))
+        before = sorted(str(path) for path in root.rglob("*") if path.suffix != ".jsonl")
         other = nn.Linear(16, 16)
         generator = torch.get_rng_state()
         restored = easyckpt.restore(root, {"model": other})
         assert (restored.step, restored.tier) == (10, "storage")
         assert torch.equal(other.weight, at_ten)
         assert torch.equal(torch.get_rng_state(), generator)
-        assert sorted(str(path) for path in root.rglob("*")) == before
+        assert sorted(str(path) for path in root.rglob("*") if path.suffix != ".jsonl") == before
 
 
 def test_nothing_is_applied_when_the_objects_do_not_fit(root):

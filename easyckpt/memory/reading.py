@@ -28,6 +28,14 @@ class SlotView:
     _word: memoryview = dataclasses.field(repr=False, compare=False)
     _sealed: bytes = dataclasses.field(repr=False, compare=False)
 
+    def body(self, nbytes: int) -> tuple[memoryview, ...]:
+        """The first `nbytes` of the image, in parts."""
+        return (self.image[:nbytes],)
+
+    def at(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes of the leaf that lies at `offset`."""
+        return self.image[offset : offset + nbytes]
+
     def still_sealed(self) -> bool:
         """Whether the slot has held this same snapshot up to now. Raises ValueError after `close`."""
         return bytes(self._word) == self._sealed

@@ -20,11 +20,13 @@ from easyckpt.distributed.ranks import Ranks
 from easyckpt.errors import EasyckptError, OutcomeUnknown, PeerTimeout, SaveError, SaveFailed
 from easyckpt.events import Event, FlushCommitted, FlushFailed, FlushSkipped
 from easyckpt.memory.arena import Arena
-from easyckpt.memory.slot import SlotMeta, SlotView
+from easyckpt.memory.slot import SlotMeta
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.leader import Due, Leader, LeaderPolicy, Work
+from easyckpt.saving.live import LiveSnapshot
 from easyckpt.saving.messages import Board, Decision, Flush, Post, Report, dump, load_board, load_post
 from easyckpt.saving.participant import Participant
+from easyckpt.saving.writer import SnapshotBytes
 
 logger = logging.getLogger("easyckpt")
 
@@ -69,6 +71,7 @@ class Coordinator:
         self._waiting: dict[int, Future[int]] = {}
         self._held: dict[int, int] = {}
         self._held_attempt: str | None = None
+        self._live: LiveSnapshot | None = None
         self._part = Participant(flusher, view_of=self._view, watch=self._watch, report=self._report, emit=emit)
         self._jobs: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = []
         self._failures_in_a_row = 0
@@ -238,13 +241,25 @@ class Coordinator:
             self._mailbox.post(dump(post))
             self._posted = post
 
+    def offer(self, live: LiveSnapshot | None) -> None:
+        """The training thread waits and lends its live state as the snapshot of its step; None: it goes on."""
+        with self.lock:
+            self._live = live
+        self._wake.set()
+
     def _sealed_on_line(self) -> list[SlotMeta]:
+        live = self._live
+        if live is not None:
+            return [live.meta]
         line = (self._timeline, self._adopted)
         return [
             meta for meta in self._arena.sealed() if meta.timeline == line[0] or (meta.timeline, meta.step) == line[1]
         ]
 
-    def _view(self, step: int) -> SlotView:
+    def _view(self, step: int) -> SnapshotBytes:
+        live = self._live
+        if live is not None and live.meta.step == step:
+            return live
         for meta in self._sealed_on_line():
             if meta.step == step:
                 return self._arena.view(step, meta.timeline)

@@ -13,13 +13,13 @@ from easyckpt import catalog
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.errors import EasyckptError, OutcomeUnknown
 from easyckpt.events import Event, Retained
-from easyckpt.memory.slot import SlotView
+from easyckpt.format.image import Layout
 from easyckpt.saving.commit import CommitContext, build_manifest, commit
 from easyckpt.saving.leader import Work
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.retention import apply_retention
 from easyckpt.saving.worker import Result, Worker
-from easyckpt.saving.writer import ShardWriter, replicated_digest
+from easyckpt.saving.writer import ShardWriter, SnapshotBytes, replicated_digest
 
 logger = logging.getLogger("easyckpt")
 
@@ -61,11 +61,17 @@ class Flusher:
         """Steps that retention must leave alone (being read by this job's restore)."""
         self.parent: str | None = None
 
-    def digest(self, view: SlotView) -> Future[str]:
+    def prepare(self, layout: Layout) -> None:
+        """The layout of the snapshots to come, so that it need not be parsed out of them."""
+        self._writer.prepare(layout)
+
+    def digest(self, view: SnapshotBytes) -> Future[str]:
         """Digest of the replicated leaves of `view`, to be compared across ranks."""
         return self._worker.submit(lambda: replicated_digest(view))
 
-    def write(self, flush: Flush, view: SlotView, abandoned: threading.Event) -> Future[dict[str, tuple[int, str]]]:
+    def write(
+        self, flush: Flush, view: SnapshotBytes, abandoned: threading.Event
+    ) -> Future[dict[str, tuple[int, str]]]:
         """Write and fsync this rank's shard and index into the attempt's directory."""
         self._begun[flush.attempt] = time.perf_counter()
 
@@ -83,7 +89,7 @@ class Flusher:
 
         return self._worker.submit(job)
 
-    def commit(self, work: Work, view: SlotView) -> Future[CommitResult]:
+    def commit(self, work: Work, view: SnapshotBytes) -> Future[CommitResult]:
         """Rank 0: steps 4 and 5 of the commit protocol."""
         begun = self._begun.pop(work.flush.attempt, time.perf_counter())
         manifest = build_manifest(

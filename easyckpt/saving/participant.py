@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from easyckpt.errors import EasyckptError
 from easyckpt.events import Event, FlushBegun
-from easyckpt.memory.slot import SlotView
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.messages import Flush, Report
+from easyckpt.saving.writer import SnapshotBytes
 
 Watch = Callable[[Future[Any], Callable[[Future[Any]], None]], None]
 
@@ -23,7 +23,7 @@ class Participant:
         self,
         flusher: Flusher,
         *,
-        view_of: Callable[[int], SlotView],
+        view_of: Callable[[int], SnapshotBytes],
         watch: Watch,
         report: Callable[[Report], None],
         emit: Callable[[Event], None],

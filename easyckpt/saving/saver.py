@@ -19,6 +19,7 @@ from easyckpt.memory.slot import Slot
 from easyckpt.saving.coordinator import Coordinator
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.line import Origin, open_line
+from easyckpt.saving.live import LiveSnapshot
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.staging import SnapshotIdentity, Stager
 from easyckpt.state.capture import Capture, StateCapture
@@ -77,6 +78,10 @@ class Saver:
         self._parts.stager.end_window("save")
         if due and self._config.back_pressure == "wait":
             self._wait_for_flushes()
+        if self._parts.arena.count == 0:
+            if due:
+                self._save_live(step)
+            return
         staged = self._stage(step, wait=due and self._config.back_pressure == "wait", overlap=True)
         if due:
             self._parts.coordinator.due(step, forced=False)
@@ -90,11 +95,28 @@ class Saver:
         coordinator = self._parts.coordinator
         if step <= coordinator.committed or self._holds(step):
             return coordinator.due(step, forced=True)
+        if self._parts.arena.count == 0:
+            return self._save_live(step)
         # Sealed before this returns: whoever waits for the Future next takes no step that could end a window.
         staged = self._stage(step, wait=True, overlap=False)
         future = coordinator.due(step, forced=True)
         if not staged:
             coordinator.lacks(step)
+        return future
+
+    def _save_live(self, step: int) -> Future[int]:
+        """No memory holds even one snapshot: training waits until the live state itself is durable."""
+        assert self._identity is not None
+        self._parts.metrics.take(step)
+        coordinator = self._parts.coordinator
+        coordinator.came_to(step)
+        capture = self._parts.capture.capture()
+        coordinator.offer(LiveSnapshot(self._identity.meta(step, capture.layout), capture))
+        try:
+            future = coordinator.due(step, forced=True)
+            future.exception(self._config.commit_timeout + self._config.peer_timeout)
+        finally:
+            coordinator.offer(None)
         return future
 
     def wait(self, timeout: float | None) -> None:
@@ -152,6 +174,7 @@ class Saver:
         self._parts.coordinator.came_to(step)
         capture = self._parts.capture.capture()
         self._warn_of_slow_components(capture)
+        self._parts.flusher.prepare(capture.layout)
         self._reserve(capture)
         slot = self._acquire(step, capture.layout.image_bytes, wait)
         if slot is None:
@@ -180,7 +203,8 @@ class Saver:
 
         def take() -> Slot | None:
             floor = coordinator.floor
-            return arena.acquire(step, nbytes, floor if floor >= 0 else None, coordinator.held())
+            keep_from = floor + (arena.count == 1)  # a single slot can only be written over: the arena has warned
+            return arena.acquire(step, nbytes, keep_from if floor >= 0 else None, coordinator.held())
 
         deadline = time.monotonic() + self._config.commit_timeout
         with coordinator.changed:

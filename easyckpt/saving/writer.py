@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 from easyckpt import failpoints
 from easyckpt.errors import OutOfSpace, SaveFailed
@@ -22,7 +24,7 @@ from easyckpt.format.checksum import CHUNK_BYTES, ChunkHasher, digest_bytes, fil
 from easyckpt.format.codec import path_to_json
 from easyckpt.format.image import Layout, align, shard_header, written_bytes
 from easyckpt.format.manifest import FileRecord, Index, ShardRecord
-from easyckpt.memory.slot import SlotMeta, SlotView
+from easyckpt.memory.slot import SlotMeta
 from easyckpt.saving.worker import Worker
 from easyckpt.storage.base import ALIGNMENT, Buffer, FileWriter, Storage
 
@@ -39,6 +41,25 @@ WRITE_BYTES = 16 * 1024 * 1024
 GATHER_BYTES = 1024 * 1024
 
 _INDEX_MARGIN = 64 * 1024
+
+
+class SnapshotBytes(Protocol):
+    """What the writer reads a snapshot from: a sealed slot, or live tensors while training waits."""
+
+    @property
+    def meta(self) -> SlotMeta: ...  # noqa: D102
+
+    @property
+    def static(self) -> bytes: ...  # noqa: D102
+
+    @property
+    def objects(self) -> bytes: ...  # noqa: D102
+
+    def body(self, nbytes: int) -> Iterable[Buffer]:
+        """The first `nbytes` of the image, in parts."""
+
+    def at(self, offset: int, nbytes: int) -> Buffer:
+        """The bytes of the leaf that lies at `offset`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +110,7 @@ class ShardWriter:
         self._layout = layout
 
     def write(
-        self, directory: str, view: SlotView, *, write_replicated: bool, abandoned: Callable[[], bool] = never
+        self, directory: str, view: SnapshotBytes, *, write_replicated: bool, abandoned: Callable[[], bool] = never
     ) -> dict[str, FileRecord]:
         """Write and fsync shard and index of `view` into the existing `directory`; returns both files' records.
 
@@ -99,10 +120,10 @@ class ShardWriter:
         meta = view.meta
         layout = self._layout_of(view)
         header = shard_header(layout, write_replicated)
-        body = view.image[: written_bytes(layout, write_replicated)]
-        self._check_space(view, len(header) + body.nbytes)
+        nbytes = written_bytes(layout, write_replicated)
+        self._check_space(view, len(header) + nbytes)
 
-        shard = FilePlan(names.shard_file(meta.rank), (header, body))
+        shard = FilePlan(names.shard_file(meta.rank), itertools.chain((header,), view.body(nbytes)))
         written = self.write_file(directory, shard, abandoned)
         record = ShardRecord(
             name=shard.name,
@@ -138,12 +159,12 @@ class ShardWriter:
         failpoints.hit(INDEX_SYNCED)
         return FileRecord(len(data), digest_bytes(data))
 
-    def _layout_of(self, view: SlotView) -> Layout:
+    def _layout_of(self, view: SnapshotBytes) -> Layout:
         if self._layout is None or self._layout.digest != view.meta.layout_digest:
             self._layout = Layout.from_bytes(view.static)
         return self._layout
 
-    def _check_space(self, view: SlotView, shard_bytes: int) -> None:
+    def _check_space(self, view: SnapshotBytes, shard_bytes: int) -> None:
         chunks = -(-shard_bytes // CHUNK_BYTES)
         index_bytes = len(view.static) + len(view.objects) + 20 * chunks + _INDEX_MARGIN
         needed = shard_bytes + index_bytes + self._min_free_bytes
@@ -156,20 +177,19 @@ class ShardWriter:
             )
 
 
-def index_digests(view: SlotView, layout: Layout | None = None) -> dict[str, str]:
+def index_digests(view: SnapshotBytes, layout: Layout | None = None) -> dict[str, str]:
     """Digest of each replicated leaf of `view` with its form, by its path (as JSON text, which is exact)."""
     layout = Layout.from_bytes(view.static) if layout is None else layout
     return {
         dumps(path_to_json(leaf.path)).decode("ascii"): (
-            f"{leaf.dtype}{list(leaf.shape)}{list(leaf.order)} "
-            + digest_bytes(view.image[leaf.offset : leaf.offset + leaf.nbytes])
+            f"{leaf.dtype}{list(leaf.shape)}{list(leaf.order)} " + digest_bytes(view.at(leaf.offset, leaf.nbytes))
         )
         for leaf in layout.leaves
         if leaf.replicated
     }
 
 
-def replicated_digest(view: SlotView, layout: Layout | None = None) -> str:
+def replicated_digest(view: SnapshotBytes, layout: Layout | None = None) -> str:
     """One digest of all replicated leaves of `view`: equal on two ranks if and only if their leaves are."""
     return digest_bytes(dumps(dict(sorted(index_digests(view, layout).items()))))
 
