@@ -436,7 +436,12 @@ def main():
         rank, world_size, init_method = place
         dist.init_process_group("gloo", init_method, rank=int(rank), world_size=int(world_size))
     else:
-        dist.init_process_group("gloo")
+        # torchrun keeps one store over all restarts, in which gloo by itself (torch 2.13) finds the killed ranks'
+        # addresses. A prefix hides them from gloo; easyckpt looks below it.
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     globals()[scenario](discover())
     if dist.is_initialized():
         dist.destroy_process_group()
