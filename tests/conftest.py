@@ -18,12 +18,17 @@ from pathlib import Path
 import pytest
 
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "easyckpt-test-"
 JOIN_SECONDS = 10.0
 
 
 def pytest_configure() -> None:
     for name in [name for name in os.environ if name.startswith("EASYCKPT_")]:
         del os.environ[name]  # settings of the person who runs the tests are not the tests'
+    for path in SHARED_MEMORY.glob(f"{PREFIX}*-*"):  # left by test runs that were killed
+        owner = path.name.removeprefix(PREFIX).split("-", maxsplit=1)[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +39,7 @@ def memory_dir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
     of others.
     """
     if os.access(SHARED_MEMORY, os.W_OK):
-        path = Path(tempfile.mkdtemp(prefix="easyckpt-test-", dir=SHARED_MEMORY))
+        path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=SHARED_MEMORY))
     else:
         path = tmp_path_factory.mktemp("memory")
     monkeypatch.setenv("EASYCKPT_MEMORY_DIR", str(path))
