@@ -247,7 +247,7 @@ def join(
     stager = Stager(
         make_copier(uses_cuda()),
         optimizers=capture.optimizers(),
-        scaler_skipped=ScalerWatch(scalers).skipped_a_step,
+        scalers=ScalerWatch(scalers),
         overlap=config.overlap,
         checksum=config.memory_checksum,
         emit=events.emit,

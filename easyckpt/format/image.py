@@ -90,6 +90,7 @@ class Layout:
     rank: int
     world_size: int
     _encoded: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
+    _digest: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     _headers: dict[bool, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -106,8 +107,10 @@ class Layout:
 
     @property
     def digest(self) -> str:
-        """xxh3_128 of :attr:`encoded`, 32 hex digits."""
-        return xxhash.xxh3_128_hexdigest(self.encoded)
+        """xxh3_128 of :attr:`encoded`, 32 hex digits, made once."""
+        if not self._digest:
+            self._digest.append(xxhash.xxh3_128_hexdigest(self.encoded))
+        return self._digest[0]
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Layout:

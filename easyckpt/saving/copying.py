@@ -1,13 +1,14 @@
 """Copying live tensors into a slot: what must be early on the training thread, the rest on one background thread.
 
-One large memmove a tensor is the fastest copy that a CPU gives, needs no second thread pool, and releases the GIL.
-For small tensors that release costs more than the copy: they are moved at once, holding it.
+Whoever writes to a late leaf before the next optimizer step tears the snapshot. Version counters show most such
+writes. Those that bypass them (through `.data`, or by fused optimizers whose hooks do not fire) are seen by probes:
+some bytes of each late leaf are read at the capture, and looked at again in the copy.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,22 +16,20 @@ from typing import Protocol
 import torch
 
 from easyckpt import failpoints
-from easyckpt.format.image import Layout
+from easyckpt.format.image import ITEM_BYTES, Layout, Leaf
 from easyckpt.memory.slot import Slot
+from easyckpt.saving import raw_memory
 from easyckpt.saving.worker import Worker
 from easyckpt.state.capture import Capture
 
 LATE_COPY = failpoints.declare("staging.copy", "one tensor is about to be copied in the background")
 
 #: Tensors below this size are copied at once, as long as all of them together stay below SMALL_TOTAL_BYTES.
-SMALL_BYTES = (32 << 10, 16 << 10, 8 << 10, 4 << 10, 2 << 10, 1 << 10)
+SMALL_LEAVES = (32 << 10, 16 << 10, 8 << 10, 4 << 10, 2 << 10, 1 << 10)
 SMALL_TOTAL_BYTES = 8 << 20
-
-_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move_holding_gil = ctypes.PyDLL(None).memmove
-_move_holding_gil.argtypes, _move_holding_gil.restype = _ARGUMENTS, None
-_move = ctypes.CDLL(None).memmove
-_move.argtypes, _move.restype = _ARGUMENTS, None
+#: Bytes looked at in each late leaf: its first and last element, and others in between.
+PROBES = 8
+GOLDEN_RATIO = 0.6180339887
 
 version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
@@ -50,7 +49,13 @@ class CopyJob(Protocol):
         """Call `action` once the last byte has arrived: at once if it has, else from the copying thread."""
 
     def written_to(self) -> list[int]:
-        """Leaves (by number) that somebody wrote to since the capture, as far as version counters tell."""
+        """Leaves (by number) that somebody wrote to since the capture, as far as counters and probes tell.
+
+        Call it after `wait_before_step`.
+        """
+
+    def release(self) -> None:
+        """Let go of the tensors: the copy has arrived and was checked."""
 
 
 class Copier(Protocol):
@@ -59,39 +64,33 @@ class Copier(Protocol):
     def start(self, capture: Capture, slot: Slot, late: Sequence[int]) -> CopyJob:
         """Copy all leaves but `late` before returning (in stream order on a GPU), and `late` in the background."""
 
+    def differing(self, live: LiveLeaves, slot: Slot) -> list[int]:
+        """Leaves (by number) that are no longer what `slot` holds, as far as that can be told without waiting."""
+
     def stop(self) -> None:
         """End the background thread."""
 
 
-def small_leaves_first(layout: Layout, late: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Split `late` in (small leaves, which are better copied at once, and the rest)."""
-    for limit in SMALL_BYTES:
-        small = [number for number in late if layout.leaves[number].nbytes < limit]
-        if sum(layout.leaves[number].nbytes for number in small) <= SMALL_TOTAL_BYTES:
-            break
-    chosen = set(small)
-    return small, [number for number in late if number not in chosen]
-
-
-@dataclass(slots=True)
-class _CopyPlan:
-    """What of a layout's copying can be known beforehand."""
+@dataclass(frozen=True, slots=True)
+class LiveLeaves:
+    """Some leaves of a capture, without holding them."""
 
     layout: Layout
-    strided: frozenset[int]
-    late: Sequence[int]
-    early_moves: list[int]
-    early_strided: list[int]
-    late_moves: list[int]
-    offsets: list[int]
-    sizes: list[int]
+    numbers: list[int]
+    tensors: list[weakref.ref[torch.Tensor]]
 
 
 class Arrival:
-    """What every CopyJob has in common: the moment when the last byte is there, and what went wrong."""
+    """What every CopyJob has in common: the moment when the last byte is there, and what went wrong.
 
-    def __init__(self) -> None:
+    Version counters are read from the user's tensors. Their memory is held by itself until it is copied: after
+    ``p.data = q`` the tensor would no longer do that.
+    """
+
+    def __init__(self, sources: list[torch.Tensor], numbers: Sequence[int]) -> None:
         self.error: BaseException | None = None
+        self._sources, self._numbers = sources, numbers
+        self._versions = list(map(version_of, sources))
         self._arrived = threading.Event()
         self._lock = threading.Lock()
         self._actions: list[Callable[[], None]] = []
@@ -110,30 +109,84 @@ class Arrival:
 
     def finish(self, error: BaseException | None) -> None:
         """Called by whoever copies."""
-        self.error = error
+        # (its traceback would hold the copying thread's frames, and they the tensors)
+        self.error = None if error is None else error.with_traceback(None)
         with self._lock:
             self._arrived.set()
             actions, self._actions = self._actions, []
         for action in actions:
             action()
 
+    def written_to(self) -> list[int]:
+        """See CopyJob."""
+        now = map(version_of, self._sources)
+        return [number for number, then, new in zip(self._numbers, self._versions, now, strict=True) if then != new]
+
+    def release(self) -> None:
+        """See CopyJob."""
+        self._sources, self._numbers, self._versions = [], [], []
+
+
+@dataclass(slots=True)
+class _Probes:
+    """Where to look, in the order of the late leaves: PROBES times each."""
+
+    offsets: torch.Tensor  # in the leaf
+    places: torch.Tensor  # in the image
+
+
+@dataclass(slots=True)
+class _CopyPlan:
+    """What of a layout's copying can be known beforehand. Holds no tensor of the user's."""
+
+    facts: object
+    late: Sequence[int]
+    early_moves: list[tuple[int, int, int]]  # number, offset, size
+    early_strided: list[tuple[int, int, int]]
+    late_numbers: list[int]
+    late_moves: list[tuple[int, int]]  # offset, size
+    probes: _Probes
+
 
 class CpuCopyJob(Arrival):
-    """A copy on a CPU. Holds the sources until it is done."""
+    """A copy on a CPU."""
 
-    def __init__(self, sources: list[torch.Tensor], numbers: list[int]) -> None:
-        super().__init__()
-        self.sources, self.numbers = sources, numbers
-        self.versions = list(map(version_of, sources))
+    def __init__(self, sources: list[torch.Tensor], plan: _CopyPlan, base: int) -> None:
+        super().__init__(sources, plan.late_numbers)
+        self._plan, self._base = plan, base
+        self._pointers = list(map(torch.Tensor.data_ptr, sources))
+        self._memory = list(map(torch.Tensor.untyped_storage, sources))
+        self._expected = self._probe(torch.tensor(self._pointers, dtype=torch.int64), plan.probes.offsets)
+        self._torn: list[int] = []
 
     def wait_before_step(self) -> None:
         """See CopyJob."""
         self.wait()
 
+    def run(self) -> None:
+        """On the background thread: copy, then look whether the copy is of what was there at the capture."""
+        error: BaseException | None = None
+        try:
+            for pointer, (offset, size) in zip(self._pointers, self._plan.late_moves, strict=True):
+                failpoints.hit(LATE_COPY)
+                raw_memory.move_in_background(self._base + offset, pointer, size)
+            places = self._plan.probes.places + self._base
+            same = raw_memory.bytes_of(places) == self._expected
+            if not same.all():
+                rows = same.view(-1, PROBES).all(1).logical_not().nonzero().flatten().tolist()
+                self._torn = [self._plan.late_numbers[row] for row in rows]
+        except BaseException as failure:  # noqa: BLE001 - it belongs to the snapshot
+            error = failure
+        self._memory = []
+        self.finish(error)
+
     def written_to(self) -> list[int]:
         """See CopyJob."""
-        now = map(version_of, self.sources)
-        return [number for number, then, new in zip(self.numbers, self.versions, now, strict=True) if then != new]
+        return sorted({*self._torn, *super().written_to()})
+
+    @staticmethod
+    def _probe(pointers: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return raw_memory.bytes_of((pointers.view(-1, 1) + offsets.view(-1, PROBES)).view(-1))
 
 
 class CpuCopier:
@@ -143,82 +196,90 @@ class CpuCopier:
         self._worker = Worker("easyckpt-copy")
         self._plan: _CopyPlan | None = None
 
-    def start(self, capture: Capture, slot: Slot, late: Sequence[int]) -> CpuCopyJob:
+    def start(self, capture: Capture, slot: Slot, late: Sequence[int]) -> CopyJob:
         """See Copier."""
-        plan = self._plan_for(capture, late)
-        sources = capture.sources
-        pointers = list(map(torch.Tensor.data_ptr, sources))
-        base = slot.address
-        late_sources = [sources[number] for number in plan.late_moves]
-        job = CpuCopyJob(late_sources, plan.late_moves)
-        for number in plan.early_moves:
-            size = plan.sizes[number]
-            move = _move_holding_gil if size < SMALL_BYTES[0] else _move
-            move(base + plan.offsets[number], pointers[number], size)
-        for number in plan.early_strided:
-            copy_strided(sources[number], base + plan.offsets[number], plan.sizes[number])
-        if plan.late_moves:
-            moves = [(base + plan.offsets[n], pointers[n], plan.sizes[n]) for n in plan.late_moves]
-            self._worker.submit(lambda: _run(job, moves))
+        plan = self._plan
+        if plan is None or plan.facts is not capture.early or plan.late is not late:
+            plan = self._plan = _make_plan(capture, late)
+        sources, base = capture.sources, slot.address
+        move, pointer_of = raw_memory.move, torch.Tensor.data_ptr
+        for number, offset, size in plan.early_moves:
+            move(base + offset, pointer_of(sources[number]), size)
+        for number, offset, size in plan.early_strided:
+            raw_memory.move_strided(base + offset, sources[number], size)
+        job = CpuCopyJob([sources[number] for number in plan.late_numbers], plan, base)
+        if plan.late_numbers:
+            self._worker.submit(job.run)
         else:
             job.finish(None)
         return job
 
-    def copy_now(self, capture: Capture, slot: Slot, numbers: Iterable[int]) -> None:
-        """Copy the leaves `numbers` before returning."""
-        for number in numbers:
-            leaf, source = capture.layout.leaves[number], capture.sources[number]
-            if number in capture.strided:
-                copy_strided(source, slot.address + leaf.offset, leaf.nbytes)
-            elif leaf.nbytes:
-                _move_holding_gil(slot.address + leaf.offset, source.data_ptr(), leaf.nbytes)
+    def differing(self, live: LiveLeaves, slot: Slot) -> list[int]:
+        """See Copier."""
+        return differing_on_cpu(live, slot)
 
     def stop(self) -> None:
         """See Copier."""
         self._worker.stop(None)
 
-    def _plan_for(self, capture: Capture, late: Sequence[int]) -> _CopyPlan:
-        plan = self._plan
-        known = plan is not None and plan.layout is capture.layout and plan.strided is capture.strided
-        if plan is None or not known or plan.late is not late:
-            plan = self._plan = _make_plan(capture, late)
-        return plan
+
+def small_leaves_first(layout: Layout, late: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Split `late` in (small leaves, which are better copied at once, and the rest)."""
+    for limit in SMALL_LEAVES:
+        small = [number for number in late if layout.leaves[number].nbytes < limit]
+        if sum(layout.leaves[number].nbytes for number in small) <= SMALL_TOTAL_BYTES:
+            break
+    chosen = set(small)
+    return small, [number for number in late if number not in chosen]
+
+
+def copy_now(capture: Capture, slot: Slot, numbers: Iterable[int]) -> None:
+    """Copy the CPU leaves `numbers` before returning."""
+    for number in numbers:
+        leaf, source = capture.layout.leaves[number], capture.sources[number]
+        if number in capture.strided:
+            raw_memory.move_strided(slot.address + leaf.offset, source, leaf.nbytes)
+        elif leaf.nbytes:
+            raw_memory.move(slot.address + leaf.offset, source.data_ptr(), leaf.nbytes)
+
+
+def differing_on_cpu(live: LiveLeaves, slot: Slot) -> list[int]:
+    """Of the CPU leaves in `live`: those whose bytes are no longer what `slot` holds."""
+    found = []
+    for number, reference in zip(live.numbers, live.tensors, strict=True):
+        tensor, leaf = reference(), live.layout.leaves[number]
+        if tensor is not None and tensor.device.type == "cpu":
+            same = tensor.nbytes == leaf.nbytes and raw_memory.equal(
+                tensor.data_ptr(), slot.address + leaf.offset, leaf.nbytes
+            )
+            found += [] if same else [number]
+    return found
 
 
 def _make_plan(capture: Capture, late: Sequence[int]) -> _CopyPlan:
     leaves = capture.layout.leaves
-    _, late_moves = small_leaves_first(capture.layout, late)
-    chosen = set(late_moves)
-    early = [number for number, leaf in enumerate(leaves) if number not in chosen and leaf.nbytes]
+    _, numbers = small_leaves_first(capture.layout, late)
+    chosen = set(numbers)
+    early = [(n, leaf.offset, leaf.nbytes) for n, leaf in enumerate(leaves) if n not in chosen and leaf.nbytes]
+    offsets = [offset for number in numbers for offset in _probed(leaves[number])]
+    starts = [leaves[number].offset for number in numbers for _ in range(PROBES)]
     return _CopyPlan(
-        layout=capture.layout,
-        strided=capture.strided,
+        facts=capture.early,
         late=late,
-        early_moves=[number for number in early if number not in capture.strided],
-        early_strided=[number for number in early if number in capture.strided],
-        late_moves=late_moves,
-        offsets=[leaf.offset for leaf in leaves],
-        sizes=[leaf.nbytes for leaf in leaves],
+        early_moves=[move for move in early if move[0] not in capture.strided],
+        early_strided=[move for move in early if move[0] in capture.strided],
+        late_numbers=numbers,
+        late_moves=[(leaves[number].offset, leaves[number].nbytes) for number in numbers],
+        probes=_Probes(
+            torch.tensor(offsets, dtype=torch.int64),
+            torch.tensor([a + b for a, b in zip(starts, offsets, strict=True)], dtype=torch.int64),
+        ),
     )
 
 
-def _run(job: CpuCopyJob, moves: list[tuple[int, int, int]]) -> None:
-    try:
-        for destination, source, size in moves:
-            failpoints.hit(LATE_COPY)
-            _move(destination, source, size)
-    except BaseException as error:
-        job.finish(error)
-        raise
-    job.finish(None)
-
-
-def bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    """A uint8 tensor over raw memory; whoever calls keeps that memory mapped."""
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
-
-
-def copy_strided(source: torch.Tensor, address: int, nbytes: int) -> None:
-    """Gather a tensor that no permutation makes contiguous."""
-    with torch.no_grad():
-        bytes_at(address, nbytes).view(source.dtype).view(source.shape).copy_(source)
+def _probed(leaf: Leaf) -> list[int]:
+    """The lowest byte (of those that little-endian numbers have) of some elements, the same ones at each plan."""
+    item = ITEM_BYTES[leaf.dtype]
+    last = leaf.nbytes // item - 1
+    between = [int(last * (number * GOLDEN_RATIO % 1)) for number in range(1, PROBES - 1)]
+    return [item * element for element in (0, last, *between)]

@@ -10,143 +10,187 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from easyckpt.format.image import Layout
 from easyckpt.memory.slot import Slot
-from easyckpt.saving.copying import Arrival, CpuCopier, bytes_at, version_of
+from easyckpt.saving.copying import Arrival, CpuCopier, LiveLeaves, copy_now, differing_on_cpu
+from easyckpt.saving.raw_memory import bytes_at
 from easyckpt.saving.worker import Worker
 from easyckpt.state.capture import Capture
 
 _CAPTURE_MODE_RELAXED = 2
-_Pair = tuple[torch.Tensor, torch.Tensor]  # (destination, source), flat and of one dtype
+_Pair = tuple[torch.Tensor, torch.Tensor]  # (destination, source) of one shape, strides and dtype
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What of a layout's copying can be known beforehand. Holds no tensor of the user's."""
+
+    facts: object
+    late: Sequence[int]
+    on_cpu: list[int]
+    early: list[int]
+    strided: list[int]
+    late_by_device: dict[torch.device, list[int]]
+    devices: list[torch.device]
+    forms: dict[int, tuple[torch.dtype, torch.Size, tuple[int, ...]]]
+    destinations: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    """By address of the slot and number of the leaf."""
 
 
 class CudaCopyJob(Arrival):
-    """A copy under way from one or more GPUs. Holds the sources until it has arrived."""
+    """A copy under way from one or more GPUs."""
 
-    def __init__(self, sources: list[torch.Tensor], numbers: list[int], devices: Sequence[torch.device]) -> None:
-        super().__init__()
-        self.sources, self.numbers = sources, numbers
-        self.versions = list(map(version_of, sources))
-        self.devices = devices
-        self.early_events = {device: _event() for device in devices}
-        self.late_events = {device: _event() for device in devices}
+    def __init__(self, capture: Capture, plan: _Plan) -> None:
+        numbers = [number for device in plan.devices for number in plan.late_by_device[device]]
+        sources = [capture.sources[number] for number in numbers]
+        super().__init__(sources, numbers)
+        self.devices = plan.devices
+        # Aliases, made now: after `p.data = q` the tensor itself would be q.
+        self.memory = dict(zip(numbers, map(torch.Tensor.detach, sources), strict=True))
+        self.early_events = {device: _event() for device in plan.devices}
+        self.late_events = {device: _event() for device in plan.devices}
         self.launched = threading.Event()
 
     def wait_before_step(self) -> None:
         """The host waits until all copies are enqueued, the compute streams until they are done."""
         self.launched.wait()
         for device in self.devices:
-            torch.cuda.current_stream(device).wait_event(self.late_events[device])
-
-    def written_to(self) -> list[int]:
-        """See CopyJob. Version counters live on the host."""
-        now = map(version_of, self.sources)
-        return [number for number, then, new in zip(self.numbers, self.versions, now, strict=True) if then != new]
+            with torch.cuda.device(device):
+                capturing = torch.cuda.is_current_stream_capturing()
+            if capturing:  # a graph cannot wait for an event from outside of it
+                self.wait()
+            else:
+                torch.cuda.current_stream(device).wait_event(self.late_events[device])
 
 
 class CudaCopier:
     """Copies CUDA tensors on side streams and CPU tensors by memmove."""
 
     def __init__(self) -> None:
-        self._cpu = CpuCopier()
         self._launcher = Worker("easyckpt-copy-cuda")
         self._waiter = Worker("easyckpt-arrival")
         self._launcher.submit(_relax_capture_mode)
         self._waiter.submit(_relax_capture_mode)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._plan: _Plan | None = None
 
     def start(self, capture: Capture, slot: Slot, late: Sequence[int]) -> CudaCopyJob:
         """See Copier."""
-        chosen = set(late)
-        leaves = capture.layout.leaves
-        on_gpu = [n for n, source in enumerate(capture.sources) if source.device.type == "cuda" and leaves[n].nbytes]
-        late_numbers = [number for number in on_gpu if number in chosen]
-        early_numbers = [number for number in on_gpu if number not in chosen]
-        devices = sorted({capture.sources[number].device for number in on_gpu}, key=str)
-        job = CudaCopyJob([capture.sources[number] for number in late_numbers], late_numbers, devices)
-        self._cpu.copy_now(capture, slot, [n for n, s in enumerate(capture.sources) if s.device.type == "cpu"])
-        early = list(_pairs(capture, slot, early_numbers))
-        with torch.no_grad():
-            _copy(early)
-        for device in devices:
+        plan = self._plan
+        if plan is None or plan.facts is not capture.early or plan.late is not late:
+            plan = self._plan = _make_plan(capture, late)
+        job = CudaCopyJob(capture, plan)
+        copy_now(capture, slot, plan.on_cpu)
+        destinations = _destinations(capture, plan, slot)
+        early = [(destinations[number], capture.sources[number]) for number in plan.early]
+        for number in plan.strided:
+            early += _strided_pairs(capture.sources[number], slot.address + capture.layout.leaves[number].offset)
+        _copy(early)
+        for device in plan.devices:
             job.early_events[device].record(torch.cuda.current_stream(device))
-        layout, base, keep = capture.layout, slot.address, (slot, early)
-        self._launcher.submit(lambda: self._launch(job, layout, base, keep))
+        # Until the copies have arrived, the source tensors and the slot have to live.
+        keep = [(slot, early)]
+        self._launcher.submit(lambda: self._launch(job, plan, destinations, keep))
         return job
+
+    def differing(self, live: LiveLeaves, slot: Slot) -> list[int]:
+        """See Copier. Only version counters watch over what is on a GPU: to look at it would take its time."""
+        return differing_on_cpu(live, slot)
 
     def stop(self) -> None:
         """See Copier."""
         self._launcher.stop(None)
         self._waiter.stop(None)
-        self._cpu.stop()
 
-    def _launch(self, job: CudaCopyJob, layout: Layout, base: int, keep: object) -> None:
+    def _launch(
+        self, job: CudaCopyJob, plan: _Plan, destinations: dict[int, torch.Tensor], keep: list[tuple[Slot, list[_Pair]]]
+    ) -> None:
         error: BaseException | None = None
         try:
-            with torch.no_grad():
-                for device in job.devices:
-                    self._launch_on(job, device, layout, base)
+            for device in job.devices:
+                stream = self._streams.get(device)
+                if stream is None:
+                    stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                with torch.cuda.stream(stream):
+                    stream.wait_event(job.early_events[device])
+                    _copy([(destinations[n], job.memory[n]) for n in plan.late_by_device[device]])
+                    job.late_events[device].record(stream)
         except BaseException as failure:  # noqa: BLE001 - it belongs to the snapshot
             error = failure
         job.launched.set()
-        self._waiter.submit(lambda: _arrive(job, error, keep))
+        streams = [self._streams[device] for device in job.devices if device in self._streams]
+        self._waiter.submit(lambda: _arrive(job, error, streams, keep))
 
-    def _launch_on(self, job: CudaCopyJob, device: torch.device, layout: Layout, base: int) -> None:
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        pairs = [
-            _flat_pair(layout, base, number, source)
-            for number, source in zip(job.numbers, job.sources, strict=True)
-            if source.device == device
-        ]
-        with torch.cuda.stream(stream):
-            stream.wait_event(job.early_events[device])
-            _copy(pairs)
-            job.late_events[device].record(stream)
+
+def _make_plan(capture: Capture, late: Sequence[int]) -> _Plan:
+    sources, leaves = capture.sources, capture.layout.leaves
+    chosen = set(late)
+    on_gpu = [n for n, source in enumerate(sources) if source.device.type != "cpu" and leaves[n].nbytes]
+    devices = sorted({sources[number].device for number in on_gpu}, key=str)
+    return _Plan(
+        facts=capture.early,
+        late=late,
+        on_cpu=[n for n, source in enumerate(sources) if source.device.type == "cpu"],
+        early=[n for n in on_gpu if n not in chosen and n not in capture.strided],
+        strided=[n for n in on_gpu if n in capture.strided],
+        late_by_device={d: [n for n in on_gpu if n in chosen and sources[n].device == d] for d in devices},
+        devices=devices,
+        forms={
+            n: (sources[n].dtype, sources[n].shape, sources[n].stride()) for n in on_gpu if n not in capture.strided
+        },
+    )
+
+
+def _destinations(capture: Capture, plan: _Plan, slot: Slot) -> dict[int, torch.Tensor]:
+    """Each dense leaf's place in the slot as a tensor of the leaf's form: one block of memory on both sides."""
+    found = plan.destinations.get(slot.address)
+    if found is None:
+        leaves, base = capture.layout.leaves, slot.address
+        found = plan.destinations[base] = {
+            n: bytes_at(base + leaves[n].offset, leaves[n].nbytes).view(dtype).as_strided(shape, strides)
+            for n, (dtype, shape, strides) in plan.forms.items()
+        }
+    return found
 
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def _arrive(job: CudaCopyJob, error: BaseException | None, keep: object) -> None:
+def _arrive(
+    job: CudaCopyJob,
+    error: BaseException | None,
+    streams: list[torch.cuda.Stream],
+    keep: list[tuple[Slot, list[_Pair]]],
+) -> None:
     try:
-        if error is None:
-            for device in job.devices:
+        for device in job.devices:
+            job.early_events[device].synchronize()
+            if error is None:
                 job.late_events[device].synchronize()
+        if error is not None:  # what was enqueued before the error still reads the sources
+            for stream in streams:
+                stream.synchronize()
     except BaseException as failure:  # noqa: BLE001 - it belongs to the snapshot
-        error = failure
-    del keep  # until here the source tensors and the slot had to live
+        error = error or failure
+    keep.clear()
+    job.memory = {}
     job.finish(error)
 
 
-def _copy(pairs: Sequence[_Pair]) -> None:
+def _copy(pairs: Iterable[_Pair]) -> None:
     """One call that loops in C++ and lets go of the GIL; it falls back to asynchronous copies one by one there."""
-    if pairs:
-        destinations, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(list(destinations), list(sources), non_blocking=True)
-
-
-def _pairs(capture: Capture, slot: Slot, numbers: Sequence[int]) -> Iterator[_Pair]:
-    base, layout = slot.address, capture.layout
-    for number in numbers:
-        source = capture.sources[number]
-        if number in capture.strided:
-            yield from _strided_pairs(source, base + layout.leaves[number].offset)
-        else:
-            yield _flat_pair(layout, base, number, source)
-
-
-def _flat_pair(layout: Layout, base: int, number: int, source: torch.Tensor) -> _Pair:
-    """A dense tensor as the one block of memory that it is, whatever its dimension order."""
-    leaf = layout.leaves[number]
-    flat = source.detach().as_strided((source.numel(),), (1,))
-    return bytes_at(base + leaf.offset, leaf.nbytes).view(source.dtype), flat
+    destinations, sources = [], []
+    for destination, source in pairs:
+        destinations.append(destination)
+        sources.append(source)
+    if sources:
+        with torch.no_grad():
+            torch._foreach_copy_(destinations, sources, non_blocking=True)
 
 
 def _strided_pairs(source: torch.Tensor, address: int) -> Iterator[_Pair]:
@@ -154,10 +198,9 @@ def _strided_pairs(source: torch.Tensor, address: int) -> Iterator[_Pair]:
     if source.numel() == 0:
         return
     source = source.detach()
-    dense = source.is_contiguous() and not source.is_conj() and not source.is_neg()
-    if dense or source.dim() == 0:
+    if source.is_contiguous():
         nbytes = source.numel() * source.element_size()
-        yield bytes_at(address, nbytes).view(source.dtype), source.reshape(-1)
+        yield bytes_at(address, nbytes).view(source.dtype).view(source.shape), source
         return
     step = source[0].numel() * source.element_size()
     for row in range(source.shape[0]):

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,15 +20,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from easyckpt.errors import EasyckptError, SaveFailed
 from easyckpt.events import Event, SnapshotBegun, SnapshotDiscarded, SnapshotSealed, Warned
-from easyckpt.format.codec import path_text
+from easyckpt.format.image import Layout
 from easyckpt.memory.slot import Slot, SlotMeta
-from easyckpt.saving.copying import Copier, CopyJob
+from easyckpt.saving.copying import Copier
+from easyckpt.saving.scalers import ScalerWatch
+from easyckpt.saving.window import NOTHING_LATE, LateLeaves, Window, listed, names
 from easyckpt.state.capture import Capture
 
-#: Windows in a row without an optimizer step before overlap is turned off.
+#: Windows without an optimizer step before overlap is turned off.
 MISSES_ALLOWED = 2
-#: One object, so that copy plans for it can be told by identity.
-NOTHING_LATE: list[int] = []
+#: So many windows in a row with a step make up for the misses before: a save at every micro-step, which loses each
+#: second snapshot, must end with overlap off as well.
+FORGIVEN_AFTER = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +45,19 @@ class SnapshotIdentity:
     rank: int
     world_size: int
 
-
-@dataclass(slots=True)
-class _Window:
-    """A snapshot whose copy may still run."""
-
-    meta: SlotMeta
-    slot: Slot
-    capture: Capture
-    job: CopyJob
-    begun: float
-    checked: bool = False
-    over: threading.Event = field(default_factory=threading.Event)
+    def meta(self, step: int, layout: Layout) -> SlotMeta:
+        """The header of the snapshot of `step`."""
+        return SlotMeta(
+            run=self.run,
+            arena_id=self.arena_id,
+            incarnation=self.incarnation,
+            timeline=self.timeline,
+            step=step,
+            rank=self.rank,
+            world_size=self.world_size,
+            layout_digest=layout.digest,
+            image_bytes=layout.image_bytes,
+        )
 
 
 class Stager:
@@ -64,7 +68,7 @@ class Stager:
         copier: Copier,
         *,
         optimizers: Iterable[torch.optim.Optimizer],
-        scaler_skipped: Callable[[], bool],
+        scalers: ScalerWatch,
         overlap: bool,
         checksum: bool,
         emit: Callable[[Event], None],
@@ -73,19 +77,18 @@ class Stager:
     ) -> None:
         self._copier = copier
         self._optimizers = {id(optimizer) for optimizer in optimizers}
-        self._scaler_skipped = scaler_skipped
+        self._scalers = scalers
         self._overlap = overlap
         self._checksum = checksum
         self._emit, self._on_sealed, self._on_discarded = emit, on_sealed, on_discarded
-        self._window: _Window | None = None
-        self._unsealed: list[_Window] = []
+        self._window: Window | None = None
+        self._unsealed: list[Window] = []
         """Snapshots whose bytes may still be on their way (on a GPU the host runs ahead of them)."""
+        self._leaves = LateLeaves(copier)
         self._lock = threading.Lock()
         self._fired = False
         self._trusted = False
-        self._misses = 0
-        self._torn: set[str] = set()
-        self._late: tuple[object, list[int]] = (None, [])
+        self._hits = self._misses = 0
         self._pid = os.getpid()
         self._error: EasyckptError | None = None
         self.blocked_in_hook = 0.0
@@ -99,7 +102,7 @@ class Stager:
         """Begin the snapshot of `step` in `slot`; the window before must have ended (`end_window`)."""
         assert self._window is None
         begun = time.perf_counter()
-        late = self._late_leaves(capture) if overlap and self._overlap and self._trusted else NOTHING_LATE
+        late = self._leaves.of(capture) if overlap and self._overlap and self._trusted else NOTHING_LATE
         self._fired = False
         slot.begin()
         try:
@@ -107,41 +110,37 @@ class Stager:
         except BaseException:
             slot.clear()
             raise
-        meta = SlotMeta(
-            run=identity.run,
-            arena_id=identity.arena_id,
-            incarnation=identity.incarnation,
-            timeline=identity.timeline,
-            step=step,
-            rank=identity.rank,
-            world_size=identity.world_size,
-            layout_digest=capture.layout.digest,
-            image_bytes=capture.layout.image_bytes,
-        )
-        window = _Window(meta, slot, capture, job, begun)
+        layout = capture.layout
+        meta = identity.meta(step, layout)
+        window = Window(meta, slot, layout, capture.objects, job, begun)
         self._window = window
         self._unsealed.append(window)
         self._emit(SnapshotBegun(step=step, bytes=meta.image_bytes, seconds=time.perf_counter() - begun))
-        if not late:
+        if self._overlap:
+            self._leaves.begin_trial(capture, slot)
+        if late:
+            self._scalers.begin()
+        else:
             self._check(window)
 
     def end_window(self, by: Literal["save", "wait", "close"]) -> None:
         """Wait for a copy that is still running, and seal or discard it. Raises what went wrong in a hook before."""
         with self._lock:
             window = self._window
+            self._leaves.drop_trial()
+            if self._fired:
+                self._saw_a_step()
             if window is not None:
                 window.job.wait_before_step()
-                missed = by == "save" and not self._fired and not self._scaler_skipped()
-                if missed:
+                if by == "save" and not self._fired and not self._scalers.skipped_a_step():
                     self._miss(window)
                 else:
                     self._check(window)
-            elif self._fired:
-                self._trusted, self._misses = True, 0
         self._unsealed = [other for other in self._unsealed if not other.over.is_set()]
         if by != "save":
             for other in self._unsealed:
                 other.over.wait()
+            self._unsealed = []
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -161,42 +160,51 @@ class Stager:
         """Runs before every optimizer step of the process: no step may write what is still being copied."""
         if os.getpid() != self._pid:
             return
+        begun = time.perf_counter()
         with self._lock:
             self._fired = self._fired or id(optimizer) in self._optimizers
             window = self._window
             if window is not None:
-                begun = time.perf_counter()
                 window.job.wait_before_step()
+            written = self._leaves.end_trial()  # before the slot may be given back
+            if window is not None:
                 self._check(window)
-                self.blocked_in_hook += time.perf_counter() - begun
+        if written:
+            reason = "outside of an optimizer step: copied before save_if_needed returns from now on"
+            self._emit(Warned(message=f"{listed(written)} changed {reason}"))
+        self.blocked_in_hook += time.perf_counter() - begun
 
-    def _check(self, window: _Window) -> None:
+    def _saw_a_step(self) -> None:
+        self._trusted = True
+        self._hits += 1
+        if self._hits >= FORGIVEN_AFTER:
+            self._hits = self._misses = 0
+
+    def _check(self, window: Window) -> None:
         """The window is over: seal the snapshot, or discard it when somebody wrote to a leaf that was copied late."""
         self._window = None
         written = window.job.written_to()
         if written:
-            names = [path_text(window.capture.layout.leaves[number].path) for number in written]
-            self._torn.update(names)
-            self._late = (None, [])
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            self._discard(window, f"{shown} changed outside of an optimizer step; copied early from now on")
+            found = names(window.layout, written)
+            self._leaves.never_again(found)
+            self._discard(window, f"{listed(found)} changed outside of an optimizer step; copied early from now on")
         else:
             window.job.on_arrival(lambda: self._seal(window))
 
-    def _miss(self, window: _Window) -> None:
+    def _miss(self, window: Window) -> None:
         self._window = None
         self._misses += 1
+        self._hits = 0
         self._discard(window, "no step of a torch optimizer was seen since it began, so it may be torn")
         if self._misses >= MISSES_ALLOWED:
             self._overlap = False
             message = (
-                f"overlap is off from step {window.meta.step} on: {MISSES_ALLOWED} snapshots in a row saw no step of a "
-                "torch optimizer; snapshots are now copied before save_if_needed returns (overlap=False says so)"
+                f"overlap is off from step {window.meta.step} on: {MISSES_ALLOWED} snapshots saw no step of a torch "
+                "optimizer; snapshots are now copied before save_if_needed returns (overlap=False says so)"
             )
             self._emit(Warned(step=window.meta.step, message=message))
 
-    def _seal(self, window: _Window) -> None:
-        capture = window.capture
+    def _seal(self, window: Window) -> None:
         meta = window.meta
         try:
             if window.job.error is not None:
@@ -204,28 +212,20 @@ class Stager:
             if self._checksum:
                 digest = xxhash.xxh3_128_hexdigest(window.slot.image[: meta.image_bytes])
                 meta = replace(meta, image_digest=digest)
-            window.slot.seal(meta, capture.layout.encoded, capture.objects)
+            window.slot.seal(meta, window.layout.encoded, window.objects)
         except (EasyckptError, OSError) as error:
             self._error = error if isinstance(error, EasyckptError) else SaveFailed(f"step {meta.step}: {error}")
             self._discard(window, str(error))
             return
+        window.job.release()
         self._emit(SnapshotSealed(step=meta.step, bytes=meta.image_bytes, seconds=time.perf_counter() - window.begun))
         self._on_sealed(meta.step, window.slot)
         window.over.set()
 
-    def _discard(self, window: _Window, reason: str) -> None:
+    def _discard(self, window: Window, reason: str) -> None:
         window.job.wait()
+        window.job.release()
         window.slot.clear()
         self._emit(SnapshotDiscarded(step=window.meta.step, reason=reason))
         self._on_discarded(window.meta.step, window.slot)
         window.over.set()
-
-    def _late_leaves(self, capture: Capture) -> list[int]:
-        """The capture's late leaves without those found torn before (the same list while nothing changes)."""
-        if not self._torn:
-            return capture.late
-        if self._late[0] is not capture.layout:
-            leaves = capture.layout.leaves
-            late = [number for number in capture.late if path_text(leaves[number].path) not in self._torn]
-            self._late = (capture.layout, late)
-        return self._late[1]

@@ -1,0 +1,61 @@
+"""Moving and looking at memory by address. Whoever calls keeps that memory mapped.
+
+One large memmove is the fastest copy that a CPU gives, needs no second thread pool, and releases the GIL. For small
+tensors that release costs more than the copy: they are moved at once, holding it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from easyckpt.state.tensors import copy_exact
+
+#: Below this size a move holds the GIL.
+SMALL_BYTES = 32 << 10
+#: Gathers of background threads stay below torch's grain size: above it they would start a second OpenMP pool.
+GATHER_AT_ONCE = 8 << 10
+
+_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_move_holding_gil = ctypes.PyDLL(None).memmove
+_move_holding_gil.argtypes, _move_holding_gil.restype = _ARGUMENTS, None
+_move = ctypes.CDLL(None).memmove
+_move.argtypes, _move.restype = _ARGUMENTS, None
+_compare = ctypes.CDLL(None).memcmp
+_compare.argtypes, _compare.restype = _ARGUMENTS, ctypes.c_int
+
+_FIRST = 4096  # no process has memory below
+#: All memory as one tensor of bytes: many single bytes are read in one call.
+_everything = torch.frombuffer((ctypes.c_char * (1 << 62)).from_address(_FIRST), dtype=torch.uint8)
+
+
+def move(destination: int, source: int, nbytes: int) -> None:
+    """Copy `nbytes` from address to address; lets go of the GIL where that pays."""
+    (_move_holding_gil if nbytes < SMALL_BYTES else _move)(destination, source, nbytes)
+
+
+def move_in_background(destination: int, source: int, nbytes: int) -> None:
+    """The same, and always lets go of the GIL."""
+    _move(destination, source, nbytes)
+
+
+def equal(one: int, other: int, nbytes: int) -> bool:
+    """Whether two pieces of memory hold the same bytes; lets go of the GIL."""
+    return bool(_compare(one, other, nbytes) == 0)
+
+
+def bytes_of(addresses: torch.Tensor) -> torch.Tensor:
+    """The single bytes at `addresses` (int64)."""
+    places = addresses - _FIRST
+    return torch.cat([_everything.index_select(0, part) for part in torch.split(places, GATHER_AT_ONCE)])
+
+
+def bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """A uint8 tensor over raw memory."""
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def move_strided(address: int, source: torch.Tensor, nbytes: int) -> None:
+    """Gather a tensor that no permutation makes contiguous, in its logical order."""
+    copy_exact(bytes_at(address, nbytes).view(source.dtype).view(source.shape), source.detach())

@@ -1,0 +1,98 @@
+"""What a stager knows about the snapshots that it has begun, and about the leaves that may be copied late."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from easyckpt.format.codec import path_text
+from easyckpt.format.image import Layout
+from easyckpt.memory.slot import Slot, SlotMeta
+from easyckpt.saving.copying import Copier, CopyJob, LiveLeaves
+from easyckpt.state.capture import Capture
+
+#: One object, so that copy plans for it can be told by identity.
+NOTHING_LATE: list[int] = []
+
+
+@dataclass(slots=True)
+class Window:
+    """A snapshot that is neither sealed nor discarded. Holds no tensor but through its job."""
+
+    meta: SlotMeta
+    slot: Slot
+    layout: Layout
+    objects: bytes
+    job: CopyJob
+    begun: float
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class LateLeaves:
+    """Which leaves may be copied during the next forward and backward.
+
+    A leaf has to prove itself: it was copied early, and at the next optimizer step it was still what the copy is.
+    One that was written to outside of an optimizer step is copied early for good.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._proven: set[str] = set()
+        self._torn: set[str] = set()
+        self._known: tuple[object, list[int], list[int]] = (None, NOTHING_LATE, NOTHING_LATE)
+        self._trial: tuple[LiveLeaves, Slot] | None = None
+
+    def of(self, capture: Capture) -> list[int]:
+        """The leaves of `capture` to be copied late; the same list while nothing changes."""
+        return self._split(capture)[0]
+
+    def begin_trial(self, capture: Capture, slot: Slot) -> None:
+        """Leaves of `capture` that were copied early into `slot` and may be copied late one day: watch them."""
+        self._trial = None
+        numbers = self._split(capture)[1]
+        if numbers:
+            tensors = [weakref.ref(capture.sources[number]) for number in numbers]
+            self._trial = (LiveLeaves(capture.layout, numbers, tensors), slot)
+
+    def drop_trial(self) -> None:
+        """No optimizer step was seen, or the slot is about to be given up."""
+        self._trial = None
+
+    def end_trial(self) -> list[str]:
+        """An optimizer is about to step. Returns the names of leaves that were written to before it did."""
+        if self._trial is None:
+            return []
+        (live, slot), self._trial = self._trial, None
+        written = set(self._copier.differing(live, slot))
+        gone = {number for number, tensor in zip(live.numbers, live.tensors, strict=True) if tensor() is None}
+        self._proven.update(names(live.layout, (n for n in live.numbers if n not in written and n not in gone)))
+        found = names(live.layout, sorted(written))
+        self.never_again(found)
+        return found
+
+    def never_again(self, found: Iterable[str]) -> None:
+        """Copy these leaves early from now on."""
+        self._torn.update(found)
+        self._known = (None, NOTHING_LATE, NOTHING_LATE)
+
+    def _split(self, capture: Capture) -> tuple[list[int], list[int]]:
+        if self._known[0] is not capture.late:
+            late: list[int] = []
+            unknown: list[int] = []
+            for number, name in zip(capture.late, names(capture.layout, capture.late), strict=True):
+                if name not in self._torn:
+                    (late if name in self._proven else unknown).append(number)
+            self._known = (capture.late, late or NOTHING_LATE, unknown)
+        return self._known[1], self._known[2]
+
+
+def names(layout: Layout, numbers: Iterable[int]) -> list[str]:
+    """The paths of leaves, as text."""
+    return [path_text(layout.leaves[number].path) for number in numbers]
+
+
+def listed(found: list[str]) -> str:
+    """The first of some names."""
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
