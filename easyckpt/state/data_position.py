@@ -228,8 +228,7 @@ class _Opening:
 
     def _set_own(self, states: Mapping[str, torch.Tensor]) -> None:
         for part, generator in self.own.items():
-            # items that are skipped unread draw nothing, so their generator already stands where it should
-            if part in states and not (part == "dataset" and is_map_style(self.loader)):
+            if part in states:
                 generator.set_state(states[part])
                 self.owner._settled.append(generator)
 
