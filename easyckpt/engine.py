@@ -188,6 +188,7 @@ class Checkpointer:
         begun = time.perf_counter()
         self._check_step(step)
         due = step % self._config.save_storage_interval == 0
+        self._parts.coordinator.came_to(step)
         if step != self._step and (due or step % self._config.save_mem_interval == 0):
             self._saver.snapshot(step, due=due)
         self._step = step
@@ -234,12 +235,12 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """A signal has come to some rank: end the loop cleanly.
+        """A signal has come to some rank: end the loop cleanly. All ranks see it after the same step.
 
         A program that looks here is given until the signal's deadline to end by itself.
         """
         self._watches_preempted = True
-        return self._parts.coordinator.preempted
+        return self._parts.coordinator.preempted(self._step)
 
     def close(self) -> None:
         """Commit the newest snapshot and let go of everything. Raises what is not durable, whatever the policy."""

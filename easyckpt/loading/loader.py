@@ -14,7 +14,7 @@ from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel, LocalChannel
 from easyckpt.errors import DamagedCheckpoint, ForeignFormat, NoCheckpoint
 from easyckpt.events import Event, Warned
-from easyckpt.format.layout import NamingScheme, NativeNaming
+from easyckpt.format.layout import ROOT_FILE, NamingScheme, NativeNaming
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.reader import Submit, open_storage, run_now
 from easyckpt.loading.resolve import Candidate, candidates
@@ -157,7 +157,7 @@ def restore_read_only(root: str, state: Mapping[str, Any], *, step: int | None) 
     storage = LocalStorage(root)
     record = catalog.read_root(storage)
     if record is None:
-        raise ForeignFormat(f"{root} is not a checkpoint root: it has no easyckpt.json")
+        raise ForeignFormat(f"{root} is not a checkpoint root: it has no {ROOT_FILE}")
     found = catalog.scan(storage, NativeNaming())
     listed = candidates(found, record, (), run=record.run, arena_id="", step=step)
     if not listed:

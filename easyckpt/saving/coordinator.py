@@ -56,7 +56,7 @@ class Coordinator:
         self.floor = -1
         self.committed = -1
         self.emergency_over = threading.Event()
-        self.preempted = False
+        self.in_emergency = False
         self._signalled = False
         self._timeline: str | None = None
         self._adopted: tuple[str, int] | None = None
@@ -165,8 +165,14 @@ class Coordinator:
 
     def announce_emergency(self) -> None:
         """A signal has come. Takes no lock: may be called while the training thread holds it."""
-        self.preempted = self._signalled = True
+        self.in_emergency = self._signalled = True
         self._wake.set()
+
+    def preempted(self, step: int) -> bool:
+        """Whether a signal has come to some rank; every rank learns of it at the same step, so none is left alone."""
+        if self._ranks.alone:
+            return self.in_emergency
+        return self._board.emergency and step >= self._board.preempt_at
 
     def close(self, timeout: float) -> None:
         """Commit the newest snapshot with all ranks. Raises what went wrong, PeerTimeout when ranks do not come."""
@@ -312,7 +318,7 @@ class Coordinator:
                 if decision.number > self._post.seen:
                     self._take(decision)
             self.floor = max(self.floor, board.floor)
-            self.preempted = self.preempted or board.emergency
+            self.in_emergency = self.in_emergency or board.emergency
             self._board = board
             self.changed.notify_all()
         if board.flush is not None:
@@ -379,7 +385,7 @@ class Coordinator:
 
     def _give_up_on_the_dead(self) -> None:
         """In an emergency nobody waits for a rank that is known to be dead."""
-        if self.preempted and not self.emergency_over.is_set() and (dead := self._dead_peers()):
+        if self.in_emergency and not self.emergency_over.is_set() and (dead := self._dead_peers()):
             logger.warning("the emergency flush is given up: rank %s has died", ", ".join(map(str, dead)))
             self.emergency_over.set()
 

@@ -72,6 +72,7 @@ class Leader:
         self._pace = _Pace()
         self._emergency_deadline: float | None = None
         self._emergency_over = False
+        self._preempt_at = 0
         self._failed_floor = -1
         self._closing_since: float | None = None
         self._closed = False
@@ -104,6 +105,7 @@ class Leader:
         self._pace.update(max((post.step for post in known), default=-1), now)
         if self._emergency_deadline is None and any(post.emergency for post in known):
             self._emergency_deadline = now + self._policy.signal_deadline
+            self._preempt_at = self._pace.step_ahead()
         work = self._advance_flush(posts, now)
         if self._active is None:
             self._next_flush(posts, known, everyone, now)
@@ -275,6 +277,7 @@ class Leader:
             decisions=tuple(self._decisions),
             emergency=self._emergency_deadline is not None,
             emergency_over=self._emergency_over,
+            preempt_at=self._preempt_at,
             closed=self._closed,
             close_error=self._close_error,
         )

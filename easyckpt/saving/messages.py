@@ -85,6 +85,8 @@ class Board:
     decisions: tuple[Decision, ...] = ()
     emergency: bool = False
     emergency_over: bool = False
+    preempt_at: int = 0
+    """In an emergency: the first step at which every rank may see that it is preempted."""
     closed: bool = False
     close_error: str = ""
 

@@ -55,7 +55,7 @@ def rescue(root: str, memory_dir: str | None = None, *, user: str | None = None)
     newest = max((entry.step for entry in found.committed() if _on_line(record, entry)), default=-1)
     lease = Lease(
         storage,
-        root_lock_path=None,
+        root_lock_path=layout.owner_beside(next(iter(groups.values()))[0]),
         incarnation=secrets.token_hex(4),
         run=record.run,
         timeout=60.0,

@@ -23,6 +23,7 @@ from easyckpt.saving.live import LiveSnapshot
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.staging import SnapshotIdentity, Stager
 from easyckpt.state.capture import Capture, StateCapture
+from easyckpt.state.components import RESERVED
 from easyckpt.storage.base import Storage
 
 #: Room in a slot's tail beside what the layout needs now: objects grow by a few digits from step to step.
@@ -226,7 +227,7 @@ class Saver:
 
     def _warn_of_slow_components(self, capture: Capture) -> None:
         for name, milliseconds, nbytes in capture.slow:
-            if name not in self._warned:
+            if name not in self._warned and not name.startswith(RESERVED):
                 self._warned.add(name)
                 message = (
                     f"component {name!r} costs {milliseconds:.1f} ms and {nbytes / 1e6:.2f} MB at every save, on the "
