@@ -2,7 +2,7 @@
 
 Whoever writes to a late leaf before the next optimizer step tears the snapshot. Version counters show most such
 writes. Those that bypass them (through `.data`, or by fused optimizers whose hooks do not fire) are seen by probes:
-some bytes of each late leaf are read at the capture, and looked at again in the copy.
+some words of each late leaf are read at the capture, and looked at again in the copy.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from easyckpt import failpoints
 from easyckpt.format.image import ITEM_BYTES, Layout, Leaf
 from easyckpt.memory.slot import Slot
 from easyckpt.saving import raw_memory
+from easyckpt.saving.raw_memory import WORD
 from easyckpt.saving.worker import Worker
 from easyckpt.state.capture import Capture
 
@@ -27,7 +28,7 @@ LATE_COPY = failpoints.declare("staging.copy", "one tensor is about to be copied
 #: Tensors below this size are copied at once, as long as all of them together stay below SMALL_TOTAL_BYTES.
 SMALL_LEAVES = (32 << 10, 16 << 10, 8 << 10, 4 << 10, 2 << 10, 1 << 10)
 SMALL_TOTAL_BYTES = 8 << 20
-#: Bytes looked at in each late leaf: its first and last element, and others in between.
+#: Words looked at in each late leaf: in its first and last element, and in others in between.
 PROBES = 8
 GOLDEN_RATIO = 0.6180339887
 
@@ -171,7 +172,7 @@ class CpuCopyJob(Arrival):
                 failpoints.hit(LATE_COPY)
                 raw_memory.move_in_background(self._base + offset, pointer, size)
             places = self._plan.probes.places + self._base
-            same = raw_memory.bytes_of(places) == self._expected
+            same = raw_memory.words_at(places) == self._expected
             if not same.all():
                 rows = same.view(-1, PROBES).all(1).logical_not().nonzero().flatten().tolist()
                 self._torn = [self._plan.late_numbers[row] for row in rows]
@@ -186,7 +187,7 @@ class CpuCopyJob(Arrival):
 
     @staticmethod
     def _probe(pointers: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return raw_memory.bytes_of((pointers.view(-1, 1) + offsets.view(-1, PROBES)).view(-1))
+        return raw_memory.words_at((pointers.view(-1, 1) + offsets.view(-1, PROBES)).view(-1))
 
 
 class CpuCopier:
@@ -258,7 +259,7 @@ def differing_on_cpu(live: LiveLeaves, slot: Slot) -> list[int]:
 
 def _make_plan(capture: Capture, late: Sequence[int]) -> _CopyPlan:
     leaves = capture.layout.leaves
-    _, numbers = small_leaves_first(capture.layout, late)
+    _, numbers = small_leaves_first(capture.layout, [n for n in late if _can_be_probed(capture, n)])
     chosen = set(numbers)
     early = [(n, leaf.offset, leaf.nbytes) for n, leaf in enumerate(leaves) if n not in chosen and leaf.nbytes]
     offsets = [offset for number in numbers for offset in _probed(leaves[number])]
@@ -277,9 +278,15 @@ def _make_plan(capture: Capture, late: Sequence[int]) -> _CopyPlan:
     )
 
 
+def _can_be_probed(capture: Capture, number: int) -> bool:
+    leaf = capture.layout.leaves[number]
+    return not (capture.sources[number].data_ptr() % WORD or leaf.offset % WORD) and leaf.nbytes >= 2 * WORD * PROBES
+
+
 def _probed(leaf: Leaf) -> list[int]:
-    """The lowest byte (of those that little-endian numbers have) of some elements, the same ones at each plan."""
-    item = ITEM_BYTES[leaf.dtype]
+    """Offsets of some words of the leaf, the same ones at each plan."""
+    item = max(ITEM_BYTES[leaf.dtype], WORD)
     last = leaf.nbytes // item - 1
     between = [int(last * (number * GOLDEN_RATIO % 1)) for number in range(1, PROBES - 1)]
-    return [item * element for element in (0, last, *between)]
+    # Of a long item, now the low and now the high words: a factor of two changes the high one only.
+    return [item * element + number * WORD % item for number, element in enumerate((0, *between, last))]

@@ -25,9 +25,10 @@ _move.argtypes, _move.restype = _ARGUMENTS, None
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes, _compare.restype = _ARGUMENTS, ctypes.c_int
 
+WORD = 4
 _FIRST = 4096  # no process has memory below
-#: All memory as one tensor of bytes: many single bytes are read in one call.
-_everything = torch.frombuffer((ctypes.c_char * (1 << 62)).from_address(_FIRST), dtype=torch.uint8)
+#: All memory as one tensor of words: many of them are read in one call.
+_everything = torch.frombuffer((ctypes.c_char * (1 << 62)).from_address(_FIRST), dtype=torch.int32)
 
 
 def move(destination: int, source: int, nbytes: int) -> None:
@@ -45,9 +46,11 @@ def equal(one: int, other: int, nbytes: int) -> bool:
     return bool(_compare(one, other, nbytes) == 0)
 
 
-def bytes_of(addresses: torch.Tensor) -> torch.Tensor:
-    """The single bytes at `addresses` (int64)."""
-    places = addresses - _FIRST
+def words_at(addresses: torch.Tensor) -> torch.Tensor:
+    """The words of four bytes at `addresses` (int64, multiples of four)."""
+    places = (addresses - _FIRST) >> 2
+    if places.numel() <= GATHER_AT_ONCE:
+        return _everything.index_select(0, places)
     return torch.cat([_everything.index_select(0, part) for part in torch.split(places, GATHER_AT_ONCE)])
 
 
