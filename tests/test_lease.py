@@ -279,9 +279,9 @@ def test_higher_restart_count_of_the_same_elastic_run(storage, theirs, mine, pro
 
 
 def test_two_owners_in_one_process(storage, lock_file):
-    first = make(storage, lock=lock_file)
+    first = make(storage, lock=lock_file, is_free=lambda path: False)
     first.acquire()
-    second = make(storage, lock=lock_file, is_free=lambda path: True)
+    second = make(storage, lock=lock_file, is_free=lambda path: False)
     with pytest.raises(RootInUse, match="another Checkpointer of this process"):
         second.acquire()
     first.check()
@@ -291,10 +291,24 @@ def test_two_owners_in_one_process(storage, lock_file):
 
 
 def test_dropped_owner_in_one_process_is_no_owner(storage, lock_file):
-    make(storage, lock=lock_file).acquire()  # never released: its Checkpointer failed and was thrown away
+    make(
+        storage, lock=lock_file, is_free=lambda path: False
+    ).acquire()  # never released: its Checkpointer failed and was thrown away
     clock = FakeClock()
-    make(storage, lock=lock_file, clock=clock).acquire()
+    make(storage, lock=lock_file, clock=clock, is_free=lambda path: False).acquire()
     assert clock.now == 0
+
+
+@pytest.mark.parametrize("answer", [True, None])
+def test_lock_that_the_owner_never_held_proves_nothing(storage, lock_file, answer):
+    # No memory tier: nobody holds the file that an earlier job left at that path.
+    first = make(storage, lock=lock_file, is_free=lambda path: answer)
+    first.acquire()
+    lease_module._living.clear()  # as if it were another process
+    clock = FakeClock({20: first.renew})
+    with pytest.raises(RootInUse):
+        make(storage, lock=lock_file, clock=clock, is_free=lambda path: answer).acquire()
+    assert clock.now == 20
 
 
 # Succession.

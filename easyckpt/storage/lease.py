@@ -100,8 +100,9 @@ class Lease:
     """The right of a job to write the root of `storage`; only rank 0 has one.
 
     Args:
-        root_lock_path: the record lock file that this process holds for its life (None: it has none). Found free, it
-            proves to a later job on the same host that this one is dead.
+        root_lock_path: the record lock file that this process holds for its life (None: it has none), looked at in
+            ``acquire``. Found free, it proves to a later job on the same host that this one is dead; if it turns out
+            not to be held, nothing is ever proven by it.
         incarnation: nonce of this start of the job.
         run: identity of the run, from the root's record.
         timeout: seconds without a renewal after which an owner counts as dead.
@@ -133,7 +134,7 @@ class Lease:
         restart_count = environ.get("TORCHELASTIC_RESTART_COUNT", "")
         self._record = LeaseRecord(
             host=socket.gethostname(),
-            boot=_place(root_lock_path) or "",
+            boot="",
             pid=os.getpid(),
             run=run,
             incarnation=incarnation,
@@ -154,6 +155,7 @@ class Lease:
 
         `on_wait` hears what is waited for. Raises RootInUse, which names the owner, as soon as a sign of life is seen.
         """
+        self._record = replace(self._record, boot=self._held_place())
         try:
             for _ in range(_MAX_ROUNDS):
                 if self._held:
@@ -214,6 +216,11 @@ class Lease:
         self._held = False
         _living.pop(self._record.token, None)
 
+    def _held_place(self) -> str:
+        """Where the own record lock is; '' where it is not held: an old, free file may lie there."""
+        lock = self._record.lock
+        return (lock and self._is_free(lock) is False and _place(lock)) or ""
+
     def _fresh(self) -> LeaseRecord:
         """A record under a new token: each token is an owner once, so that it has one successor at most."""
         _living.pop(self._record.token, None)
@@ -241,11 +248,10 @@ class Lease:
         same_run = mine.elastic_run is not None and owner.elastic_run == mine.elastic_run
         if same_run and owner.restart_count < mine.restart_count:
             return True  # the agent has killed all workers of one round before it starts the next
-        place = _place(owner.lock)
-        if place is None or (owner.host, owner.boot) != (mine.host, place):
+        if not owner.boot or (owner.host, owner.boot) != (mine.host, _place(owner.lock)):
             return False
         # The own lock is held by this very process, so whoever held it before has died.
-        return owner.lock == mine.lock or self._is_free(owner.lock) is True
+        return owner.boot == mine.boot or self._is_free(owner.lock) is True
 
     def _silent(self, seen: _Seen, on_wait: Callable[[str], None]) -> bool:
         """Watch for up to the timeout; False where the root is to be looked at afresh, RootInUse where it lives."""
