@@ -2,7 +2,8 @@
 
 Everything that makes training random is in it: dropout, batch norm, a generator of its own, Python's and NumPy's.
 It notes in ``--notes`` (JSON lines, one file a rank) what it has restored, each finished step before that is saved,
-and at the end a digest of all state. Nothing is printed, so that a test can hold notes and logs apart.
+what it fails with, and at the end a digest of all state. Nothing is printed, so that a test can hold notes and logs
+apart. With ``--serve-store`` it is what torchrun's agent is to its workers: a process that serves their c10d store.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import sys
 import time
 
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import easyckpt
+from easyckpt import failpoints
 
 
 def arguments() -> argparse.Namespace:
@@ -40,6 +43,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--without-with", action="store_true", help="neither with nor close()")
     parser.add_argument("--watch-preempted", action="store_true")
     parser.add_argument("--destroy-group", action="store_true", help="destroy the process group before close()")
+    parser.add_argument("--apart", action="store_true", help="ranks without collectives: only easyckpt joins them")
+    parser.add_argument("--layers", type=int, default=0, help="linear layers, used in another order than registered")
+    parser.add_argument("--bucket-cap-mb", type=float, default=25.0)
+    parser.add_argument("--no-settle", action="store_true")
+    parser.add_argument("--mischief-rank", type=int, help="what follows happens on this rank only")
+    parser.add_argument("--tear-at", type=int, default=-1, help="write to a parameter while its snapshot is taken")
+    parser.add_argument("--skip-at", type=int, default=-1, help="there is no free slot for this step")
+    parser.add_argument("--die-at", type=int, default=-1, help="SIGKILL after this step, but not after a restart")
     parser.add_argument("--hold-at", type=int, default=-1, help="after saving this step wait for ever (to be killed)")
     return parser.parse_args()
 
@@ -76,18 +87,59 @@ def digest_of(*objects) -> str:
     return digest.hexdigest()
 
 
+class Net(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.norm, self.drop, self.out = nn.BatchNorm1d(width), nn.Dropout(0.1), nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers[1::2], *self.layers[::2]]:
+            x = torch.tanh(layer(x))
+        return self.out(self.drop(torch.relu(self.norm(x))))
+
+
+def serve_store() -> None:
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _store = dist.TCPStore(*place, None, True, wait_for_workers=False)
+    while True:
+        signal.pause()
+
+
+def after_a_restart() -> bool:
+    """By torchrun: what a test has armed was meant for the first start."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def leave_no_slot(checkpointer: easyckpt.Checkpointer, step: int) -> None:
+    arena = checkpointer._parts.arena
+    acquire = arena.acquire
+    arena.acquire = lambda number, *rest: None if number == step else acquire(number, *rest)
+
+
 def main() -> None:
+    if "--serve-store" in sys.argv:
+        serve_store()
     args = arguments()
+    if after_a_restart():
+        failpoints.arm("")
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group("gloo")
     rank = dist.get_rank() if distributed else 0
     notes = Notes(args.notes, rank)
+    mischief = args.mischief_rank in (None, rank)
 
     torch.manual_seed(0)
     width = args.width
-    net = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1))
-    model = nn.parallel.DistributedDataParallel(net) if distributed else net
+    net: nn.Module = nn.Sequential(
+        nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1)
+    )
+    if args.layers:
+        net = Net(width, args.layers)
+    model = net
+    if distributed and not args.apart:
+        model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=args.bucket_cap_mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     torch.manual_seed(100 + rank)
@@ -111,39 +163,56 @@ def main() -> None:
             time.sleep(min(0.001, args.step_seconds))
         return loss.item()
 
-    if distributed:
+    if distributed and not args.no_settle:
         easyckpt.settle_ddp(model, lambda: model(torch.zeros(8, width)).sum().backward())
-    checkpointer = easyckpt.Checkpointer(args.root, state, **args.settings)
-    with contextlib.nullcontext() if args.without_with else checkpointer:
-        first = 0
-        if not args.no_load:
-            restored = checkpointer.load(step=args.load_step)
-            first = restored.step
-            notes.write(restored=restored.step, tier=restored.tier, time=time.time(), seen=progress["seen"])
-        loss = 0.0
-        for number in range(first + 1, args.steps + 1):
-            loss = step(number)
-            notes.write(finished=number, loss=loss.hex(), time=time.time())
-            checkpointer.log(loss=loss)
-            checkpointer.save_if_needed(number)
-            if number == args.save_at:
-                checkpointer.save(number, wait=True)
-                notes.write(saved=number)
-            if number == args.raise_at:
-                raise RuntimeError("the training has failed")
-            if number == args.exit_at:
-                sys.exit(0)
-            while number == args.hold_at:
-                time.sleep(0.05)
-            if args.watch_preempted and checkpointer.preempted:
-                notes.write(preempted=number)
-                break
-        counts = checkpointer.stats().counts
-        random_states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1], data.get_state()]
-        state_digest = digest_of(net.state_dict(), optimizer.state_dict(), scheduler.state_dict(), progress, random_states)
-        notes.write(digest=state_digest, loss=loss.hex(), counts=counts)
-        if args.destroy_group and distributed:
-            dist.destroy_process_group()
+    number = 0
+    try:
+        with contextlib.ExitStack() as stack:
+            checkpointer = easyckpt.Checkpointer(args.root, state, **args.settings)
+            if not args.without_with:
+                stack.enter_context(checkpointer)
+            if mischief and args.skip_at >= 0:
+                leave_no_slot(checkpointer, args.skip_at)
+            first = 0
+            if not args.no_load:
+                restored = checkpointer.load(step=args.load_step)
+                first = restored.step
+                notes.write(restored=restored.step, tier=restored.tier, time=time.time(), seen=progress["seen"])
+            loss = 0.0
+            for number in range(first + 1, args.steps + 1):
+                loss = step(number)
+                notes.write(finished=number, loss=loss.hex(), time=time.time())
+                checkpointer.log(loss=loss)
+                checkpointer.save_if_needed(number)
+                if mischief and number == args.tear_at:
+                    with torch.no_grad():
+                        next(net.parameters()).mul_(1.0)  # the same values, but nobody could know
+                if mischief and number == args.die_at and not after_a_restart():
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if number == args.save_at:
+                    notes.write(asked=number)
+                    checkpointer.save(number, wait=True)
+                    notes.write(saved=number)
+                if number == args.raise_at:
+                    raise RuntimeError("the training has failed")
+                if number == args.exit_at:
+                    sys.exit(0)
+                while number == args.hold_at:
+                    time.sleep(0.05)
+                if args.watch_preempted and checkpointer.preempted:
+                    notes.write(preempted=number)
+                    break
+            counts = checkpointer.stats().counts
+            random_states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1], data.get_state()]
+            state_digest = digest_of(
+                net.state_dict(), optimizer.state_dict(), scheduler.state_dict(), progress, random_states
+            )
+            notes.write(digest=state_digest, loss=loss.hex(), counts=counts)
+            if args.destroy_group and distributed:
+                dist.destroy_process_group()
+    except BaseException as error:
+        notes.write(error=type(error).__name__, text=str(error), at=number, time=time.time())
+        raise
     if distributed and not args.destroy_group and not args.without_with:
         dist.destroy_process_group()
 

@@ -1,0 +1,176 @@
+"""A process that has imported everything and forks jobs, so that starting one costs milliseconds instead of an import.
+
+The jobs are real processes: they have their own process group, environment and standard error, end as interpreters end
+(atexit handlers, exit codes), and are killed as any other. Only who started them differs: torchrun starts some in
+`test_ranks_that_die.py` and in the campaign, to show that this is no matter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__)
+
+
+# -- in the tests ------------------------------------------------------------------------------------------------------
+
+
+class Zygote:
+    """The server, as the tests see it; started when it is first needed and ended with them."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])},
+            start_new_session=True,
+        )
+        self._statuses: dict[int, int] = {}
+        self._unread = b""
+        atexit.register(self.stop)
+
+    def fork(self, arguments: list[str], environment: dict[str, str], stderr: Path, group: int = 0) -> Child:
+        """Run job.py with `arguments`, in process group `group` (0: a new one)."""
+        request = {"arguments": arguments, "environment": environment, "stderr": str(stderr), "group": group}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        while True:
+            words = self._line(None)
+            if words[0] == "forked":
+                return Child(self, int(words[1]), stderr)
+            self._statuses[int(words[1])] = int(words[2])
+
+    def status(self, pid: int, timeout: float) -> int | None:
+        """Exit code of `pid`, as subprocess gives it; None while it lives, after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while pid not in self._statuses:
+            words = self._line(max(0.0, deadline - time.monotonic()))
+            if not words:
+                return None
+            self._statuses[int(words[1])] = int(words[2])
+        return self._statuses[pid]
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _line(self, timeout: float | None) -> list[str]:
+        """The next thing that the server says, as words; none when it says nothing in `timeout` seconds."""
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        while b"\n" not in self._unread:
+            if not select.select([descriptor], [], [], timeout)[0]:
+                return []
+            data = os.read(descriptor, 65536)
+            assert data, "the server of forked jobs has died"
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode().split()
+
+
+class Child:
+    """One forked job, with the part of subprocess.Popen's interface that tests use."""
+
+    def __init__(self, zygote: Zygote, pid: int, stderr: Path) -> None:
+        self._zygote, self.pid, self._stderr = zygote, pid, stderr
+
+    def poll(self) -> int | None:
+        return self._zygote.status(self.pid, 0.0)
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        if self._zygote.status(self.pid, 1e6 if timeout is None else timeout) is None:
+            raise subprocess.TimeoutExpired("job.py", timeout or 0.0)
+        return None, self._stderr.read_text(errors="replace")
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+
+_zygote: Zygote | None = None
+
+
+def zygote() -> Zygote:
+    global _zygote
+    if _zygote is None:
+        _zygote = Zygote()
+    return _zygote
+
+
+# -- in the server -----------------------------------------------------------------------------------------------------
+
+
+def serve() -> dict[str, Any]:
+    """Fork as requests come; returns, in each child, the request that it is for. Ends the server itself at the end."""
+    children: dict[int, int] = {}  # pidfd -> pid
+    unread = b""
+    while True:
+        for descriptor in select.select([0, *children], [], [])[0]:
+            if descriptor:
+                pid = children.pop(descriptor)
+                os.close(descriptor)
+                say(f"ended {pid} {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}")
+                continue
+            data = os.read(0, 65536)
+            if not data:  # the tests have ended
+                for pid in children.values():
+                    os.kill(pid, signal.SIGKILL)
+                os._exit(0)
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                request: dict[str, Any] = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    for other in children:
+                        os.close(other)
+                    return request
+                os.setpgid(pid, request["group"] or pid)  # before the test hears of it: it may kill the group at once
+                children[os.pidfd_open(pid)] = pid
+                say(f"forked {pid}")
+
+
+def say(line: str) -> None:
+    os.write(1, line.encode() + b"\n")
+
+
+def become(request: dict[str, Any]) -> None:
+    """Be the process that was asked for."""
+    from easyckpt import failpoints
+
+    null = os.open(os.devnull, os.O_RDWR)
+    stderr = os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.dup2(stderr, 2)
+    os.close(null)
+    os.close(stderr)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = ["job.py", *request["arguments"]]
+    failpoints._armed = failpoints._from_environment()
+
+
+if __name__ == "__main__":
+    import gc
+
+    import job
+    import torch.nn.parallel
+    import torch.optim.adamw
+    import torch.utils.data  # noqa: F401 - everything that a job would import
+    from torch import _dynamo  # noqa: F401 - register_optimizer_step_pre_hook is kept out of torch.compile with it
+
+    gc.freeze()
+    become(serve())
+    job.main()
