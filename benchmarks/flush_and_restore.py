@@ -84,7 +84,7 @@ def warm(nbytes: int) -> mmap.mmap:
 
 
 def freshly_mapped_copy(path: str, model: nn.ParameterList) -> float:
-    """memcpy out of a new mapping of a shared-memory file into the parameters, one after the other."""
+    """Memcpy out of a new mapping of a shared-memory file into the parameters, one after the other."""
     fd = os.open(path, os.O_RDWR)
 
     def copy() -> None:

@@ -104,8 +104,8 @@ def main() -> None:
             ]
         )
     question = (
-        f"{SAVES} snapshots, a flush every 20. Beyond: USS above the same program without easyckpt (the slots' tmpfs pages "
-        "are in it), less slots x image. Growth: from save 40 to the last."
+        f"{SAVES} snapshots, a flush every 20. Beyond: USS above the same program without easyckpt (the slots' tmpfs "
+        "pages are in it), less slots x image. Growth: from save 40 to the last."
     )
     header = ["state", "slots", "beyond", "allowed", "growth", "descriptors / threads"]
     common.write("host_memory", question, {"summary": summary}, header, rows)

@@ -195,8 +195,8 @@ def report(runs: dict[str, list[dict[str, Any]]]) -> None:
     step = common.median(value for run in runs["none"] for value in run["steps"][WARM_UP:])
     question = (
         f"{ours[0]['state_bytes'] / 1e6:.0f} MB of state, steps of {step:.2f} s, {STEPS - WARM_UP} steps a run after "
-        f"{WARM_UP} of warm-up, {ROUNDS} rounds. easyckpt: memory every step, storage every {EVERY}; others: storage every "
-        f"{EVERY}. Blocked is per save. easyckpt's constructor, load and first three saves together: "
+        f"{WARM_UP} of warm-up, {ROUNDS} rounds. easyckpt: memory every step, storage every {EVERY}; others: storage "
+        f"every {EVERY}. Blocked is per save. easyckpt's constructor, load and first three saves together: "
         f"{common.milliseconds(sum(first.values()))}."
     )
     header = ["", "blocked, median", "p99", "training against none", "against memmove"]
