@@ -89,8 +89,8 @@ def main() -> None:
             ]
         )
     question = (
-        f"{COUNT} tensors of 64 bytes, medians of {ROUNDS} rounds; ratios against DCP / safetensors. easyckpt's save is "
-        f"the durable one (fsync, checksums, commit) after the first, which plans and takes "
+        f"{COUNT} tensors of 64 bytes, medians of {ROUNDS} rounds; ratios against DCP / safetensors. easyckpt's save "
+        f"is the durable one (fsync, checksums, commit) after the first, which plans and takes "
         f"{common.milliseconds(summary['easyckpt']['first save'])}; its load verifies every byte."
     )
     header = ["", "save", "ratios", "load", "ratios", "blocked a memory save"]
