@@ -138,7 +138,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Gener
 
 
 def exactness(base: str) -> dict[str, Any]:
-    """kill -9 with the GPU busy, restored from shared memory, against an uninterrupted run."""
+    """Kill -9 with the GPU busy, restored from shared memory, against an uninterrupted run."""
 
     def job(root: str, kill: int) -> tuple[int, list[str]]:
         command = [sys.executable, "-c", JOB, os.path.join(base, root), "40", str(kill)]

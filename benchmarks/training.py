@@ -24,8 +24,8 @@ from torch import nn
 from benchmarks import common
 
 VARIANTS = ("none", "memmove", "easyckpt", "torch.save + replace", "DCP save", "DCP async_save")
-STEPS, WARM_UP, EVERY, ROUNDS = 20, 5, 5, 5
-WIDTH, LAYERS, BATCH = 1024, 28, 3072
+STEPS, WARM_UP, EVERY, ROUNDS = 20, 5, 5, 3
+WIDTH, LAYERS, CALIBRATION_BATCH = 1024, 28, 256
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -107,11 +107,11 @@ class Peer:
             self._pending.result()
 
 
-def run(variant: str, root: str) -> dict[str, Any]:
+def run(variant: str, root: str, batch: int) -> dict[str, Any]:
     """One run; prints its figures as JSON."""
     model, optimizer = build()
     state = {"model": model, "optimizer": optimizer}
-    inputs = torch.randn(BATCH, WIDTH)
+    inputs = torch.randn(batch, WIDTH)
     nbytes = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
     saver: Any = None
     if variant == "memmove":
@@ -143,16 +143,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--variant")
     parser.add_argument("--root")
+    parser.add_argument("--batch", type=int, default=CALIBRATION_BATCH)
     arguments, _ = parser.parse_known_args()
     if arguments.variant is not None:
-        print(json.dumps(run(arguments.variant, arguments.root)))
+        print(json.dumps(run(arguments.variant, arguments.root, arguments.batch)))
         return
+    calibration = common.child("benchmarks.training", "--variant=none", "--root=")
+    batch = round(CALIBRATION_BATCH / common.median(calibration["steps"][WARM_UP:]))  # steps of about a second
     runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
     for number in range(ROUNDS):
         for variant in VARIANTS:
             root = tempfile.mkdtemp(prefix="easyckpt-bench-")
             try:
-                runs[variant].append(common.child("benchmarks.training", f"--variant={variant}", f"--root={root}"))
+                chosen = (f"--variant={variant}", f"--root={root}", f"--batch={batch}")
+                runs[variant].append(common.child("benchmarks.training", *chosen))
             finally:
                 shutil.rmtree(root)
         print(f"round {number + 1} of {ROUNDS}", flush=True)
