@@ -317,13 +317,13 @@ def killed(ranks):
     if ranks.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(PeerTimeout, match=r"rank 2 did not come to 'vote' within 1 s"):
-        channel.exchange("vote", None, 1.0)
-    assert time.monotonic() - start < 10
+    with pytest.raises(PeerTimeout, match=r"rank 2 did not come to 'vote' within 4 s"):
+        channel.exchange("vote", None, 4.0)
+    assert time.monotonic() - start < 20
     mailbox.post("over")
-    while [post for post in mailbox.posts()[:2] if post != "over"]:
-        time.sleep(0.001)
     if ranks.rank == 0:
+        while mailbox.posts()[1] != "over":
+            time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerError, match="gone or does not answer"):
         spare.exchange("x", None, LIMIT)
