@@ -94,7 +94,7 @@ class Checkpointer:
         opened, self._ranks = wiring.open_root(path, config, ranks, channel, self._events)
         self._opened, self._channel = opened, channel
         try:
-            wiring.reserve(first, capture, opened.arena, config)
+            wiring.reserve(first, capture, opened, config)
             self._parts = wiring.join(
                 opened,
                 config=config,
@@ -305,6 +305,8 @@ class Checkpointer:
         self._channel.close()
         self._parts.mailbox.close()
         self._events.close()
+        if self._signals is not None:
+            self._signals.pass_on()
 
     def _inert(self) -> bool:
         """In a forked child (a loader's worker) nothing is ours."""

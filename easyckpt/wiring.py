@@ -18,7 +18,7 @@ from easyckpt.distributed.agree import all_good, done_by_rank_0
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks, discover
 from easyckpt.distributed.rendezvous import Channel, connect, settle_locality
-from easyckpt.errors import EasyckptError, ForeignFormat
+from easyckpt.errors import EasyckptError, ForeignFormat, OutOfSpace
 from easyckpt.events import EventLog, Warned
 from easyckpt.format import layout
 from easyckpt.format.manifest import RootRecord
@@ -274,11 +274,20 @@ def join(
     )
 
 
-def reserve(now: Capture, capture: StateCapture, arena: Arena, config: CheckpointConfig) -> None:
-    """Have memory for the state as it will be, in the background; `now` is the state as it is."""
+def reserve(now: Capture, capture: StateCapture, opened: OpenedRoot, config: CheckpointConfig) -> None:
+    """Have memory for the state as it will be, in the background; `now` is the state as it is.
+
+    Raises OutOfSpace when storage has no room for one checkpoint of that size: rotation deletes only after a commit.
+    """
     nbytes = expected_bytes(now.layout.image_bytes, capture.optimizers(), config.optimizer_factor)
     tail = 3 * len(now.layout.encoded) + 2 * len(now.objects) + TAIL_SLACK_BYTES
-    arena.ensure(nbytes + nbytes // 64, tail)
+    free = opened.storage.free_bytes()
+    if opened.lease is not None and free < nbytes + config.min_free_bytes:
+        raise OutOfSpace(
+            f"{opened.storage.root}: a checkpoint will take about {nbytes / 1e9:.2f} GB and {free / 1e9:.2f} GB are free "
+            "there. Free space, or choose another root."
+        )
+    opened.arena.ensure(nbytes + nbytes // 64, tail)
 
 
 def meet(process_group: Any, config: CheckpointConfig) -> tuple[Ranks, Channel, Mailbox]:

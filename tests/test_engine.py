@@ -13,6 +13,7 @@ from torch import nn
 import easyckpt
 from easyckpt import Checkpointer, failpoints
 from easyckpt.saving.staging import Stager
+from tests.support.tmpfs import tmpfs  # noqa: F401 - a fixture
 
 
 class Training:
@@ -479,3 +480,22 @@ def test_the_hook_is_gone_after_close(root):
 
     hooks = torch_optimizer._global_optimizer_pre_hooks.values()
     assert not any(isinstance(getattr(hook, "__self__", None), Stager) for hook in hooks)
+
+
+def test_a_root_without_room_for_one_checkpoint_is_refused_at_the_start(tmpfs):
+    model = nn.Linear(5000, 4000)  # 80 MB, and a tmpfs of 64
+    with pytest.raises(easyckpt.OutOfSpace, match="Free space"):
+        Checkpointer(Path(tmpfs) / "run", {"model": model})
+
+
+def test_a_flush_without_room_is_refused_before_it_writes(root):
+    training, _ = start(root, min_free_bytes=0)
+    with training.checkpointer as checkpointer:
+        training.step()
+        object.__setattr__(checkpointer._parts.flusher._writer, "_min_free_bytes", 2**60)
+        with pytest.raises(easyckpt.SaveFailed, match="free"):
+            checkpointer.save(1, wait=True)
+        assert not list(root.glob("*/*.safetensors"))
+        object.__setattr__(checkpointer._parts.flusher._writer, "_min_free_bytes", 0)
+        with pytest.raises(easyckpt.SaveFailed):
+            checkpointer.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -139,14 +140,27 @@ class Loader:
         if candidate.tier == "memory":
             view = self._arena.view(candidate.step, candidate.timeline)
             return open_memory(view, rank=rank, world_size=world_size, where=self._arena.directory)
-        return open_storage(
-            self._storage,
-            candidate.source,
-            rank=rank,
-            world_size=world_size,
-            attempt=candidate.attempt,
-            submit=self._submit,
-        )
+        # A free slot is memory that is there already; fresh memory would have to be touched first.
+        slot = self._arena.acquire(candidate.step, 0, None, ())
+        snapshot = None
+        try:
+            snapshot = open_storage(
+                self._storage,
+                candidate.source,
+                rank=rank,
+                world_size=world_size,
+                attempt=candidate.attempt,
+                image=None if slot is None else slot.image,
+                submit=self._submit,
+            )
+        finally:
+            if slot is not None:
+                release = functools.partial(self._arena.release, slot)
+                if snapshot is None:
+                    release()
+                else:
+                    snapshot.on_close = release
+        return snapshot
 
     def _passed_over(self, candidate: Candidate, reason: str) -> None:
         self._emit(Warned(step=candidate.step, message=f"{candidate} cannot be restored and is passed over: {reason}"))
