@@ -255,7 +255,7 @@ class Checkpointer:
                 failures.append(error)
         if self._broken is not None:
             failures.clear()  # nothing was saved since, and that was raised before
-        self._let_go(remove_arena=not failures and self._saver.all_committed())
+        self._let_go(remove_arena=not failures and self._saver.all_committed(), linger=FAREWELL_SECONDS)
         if failures:
             raise failures[0]
 
@@ -270,7 +270,7 @@ class Checkpointer:
                 self._events.emit(Warned(message="a flush was still running when the job ended in an exception"))
         except KeyboardInterrupt:
             self._events.emit(Warned(message="interrupted again: what was being flushed is abandoned"))
-        self._let_go(remove_arena=False)
+        self._let_go(remove_arena=False, linger=0.0)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -289,7 +289,7 @@ class Checkpointer:
     def _close_coordinator(self) -> None:
         self._parts.coordinator.close(self._config.close_timeout)
 
-    def _let_go(self, *, remove_arena: bool) -> None:
+    def _let_go(self, *, remove_arena: bool, linger: float) -> None:
         ending.forget(self)
         if self._signals is not None:
             self._signals.stop()
@@ -302,8 +302,8 @@ class Checkpointer:
             except (EasyckptError, OSError) as error:
                 self._events.emit(Warned(message=f"giving the lease back failed: {error}"))
         self._opened.arena.close(remove=remove_arena)
-        self._channel.close()
         self._parts.mailbox.close()
+        self._channel.close(linger)
         self._events.close()
         if self._signals is not None:
             self._signals.pass_on()
