@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from easyckpt import catalog, failpoints
-from easyckpt.errors import NotShared, OutcomeUnknown, SaveFailed
+from easyckpt.errors import NotShared, OutcomeUnknown, SaveFailed, StorageError
 from easyckpt.format import layout
 from easyckpt.format.manifest import FileRecord, Manifest
 from easyckpt.saving.messages import Flush
@@ -58,15 +58,7 @@ def commit(context: CommitContext, flush: Flush, files: Mapping[str, tuple[int, 
     storage.sync_dir(temporary)
     failpoints.hit(RENAME_BEFORE)
     context.check_lease()
-    storage.rename(temporary, final)
-    try:
-        failpoints.hit(RENAME_AFTER)
-        storage.sync_dir("")
-    except OSError as error:
-        raise OutcomeUnknown(
-            f"step {flush.step}: {os.path.join(storage.root, final)} was renamed into place, but making the rename "
-            f"durable failed ({error}); it is whole now and may be gone after a power cut"
-        ) from error
+    _make_real(storage, temporary, final, flush)
     _point_to(storage, final)
     return sum(size for size, _ in files.values()) + len(data)
 
@@ -131,11 +123,42 @@ def _make_way(storage: Storage, final: str, flush: Flush) -> None:
     storage.sync_dir("")
 
 
+def _make_real(storage: Storage, temporary: str, final: str, flush: Flush) -> None:
+    """Step 5. An error is a failure only where the rename has certainly not happened."""
+    try:
+        storage.rename(temporary, final)
+    except (OSError, StorageError) as error:
+        # A network file system may answer with an error to a repeated request that had succeeded.
+        if _was_renamed(storage, temporary, final):
+            raise _not_durable(storage, final, flush, error) from error
+        raise
+    try:
+        failpoints.hit(RENAME_AFTER)
+        storage.sync_dir("")
+    except (OSError, StorageError) as error:
+        raise _not_durable(storage, final, flush, error) from error
+
+
+def _was_renamed(storage: Storage, temporary: str, final: str) -> bool:
+    """Whether the rename has happened, or that cannot be seen."""
+    try:
+        return storage.exists(final) and not storage.exists(temporary)
+    except (OSError, StorageError):
+        return True
+
+
+def _not_durable(storage: Storage, final: str, flush: Flush, error: Exception) -> OutcomeUnknown:
+    return OutcomeUnknown(
+        f"step {flush.step}: {os.path.join(storage.root, final)} was renamed into place, but making the rename "
+        f"durable failed ({error}); it is whole now and may be gone after a power cut"
+    )
+
+
 def _point_to(storage: Storage, final: str) -> None:
     """Rewrite the hint. The checkpoint is durable by now: a failure here must not be reported as one."""
     try:
         failpoints.hit(DURABLE)
         storage.replace(layout.LATEST, (final + "\n").encode())
         failpoints.hit(LATEST_AFTER)
-    except OSError as error:
+    except (OSError, StorageError) as error:
         logger.warning("%s is committed; rewriting %r failed: %s", final, layout.LATEST, error)

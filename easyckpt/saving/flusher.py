@@ -156,5 +156,5 @@ class Flusher:
         try:
             if self._context.storage.exists(directory):
                 self._context.storage.remove_tree(directory)
-        except OSError as error:
+        except (EasyckptError, OSError) as error:
             logger.warning("removing %s failed: %s", directory, error)

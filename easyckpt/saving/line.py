@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from easyckpt import catalog, failpoints
 from easyckpt.catalog import Catalog, Entry
-from easyckpt.errors import NotLoaded
+from easyckpt.errors import NotLoaded, SaveFailed
 from easyckpt.format import layout
 from easyckpt.format.manifest import RootRecord, Timeline
 from easyckpt.saving import metrics
@@ -42,8 +42,15 @@ def open_line(storage: Storage, naming: layout.NamingScheme, origin: Origin | No
     """Open the line that goes on from `origin`; None when load() was never called.
 
     Returns the root's new record, whose last timeline it is, and the newest step that is committed on it (-1: none).
-    Raises NotLoaded when the root holds checkpoints that nobody has looked at.
+    Raises NotLoaded when the root holds checkpoints that nobody has looked at, SaveFailed when storage refuses.
     """
+    try:
+        return _open_line(storage, naming, origin)
+    except OSError as error:
+        raise SaveFailed(f"{storage.root}: beginning a line of training failed, nothing is saved: {error}") from error
+
+
+def _open_line(storage: Storage, naming: layout.NamingScheme, origin: Origin | None) -> tuple[RootRecord, int]:
     record = catalog.read_root(storage)
     assert record is not None
     found = catalog.scan(storage, naming)
@@ -99,6 +106,7 @@ def _tidy_attempts(storage: Storage, naming: layout.NamingScheme, record: RootRe
     for entry in leftovers:
         if entry is newest and not catalog.verify(storage, entry):
             final = naming.committed(entry.step)
+            _make_manifest_durable(storage, entry.name)
             if storage.exists(final):
                 storage.rename(final, layout.trash_dir(final, secrets.token_hex(4)))
             storage.rename(entry.name, final)
@@ -108,7 +116,15 @@ def _tidy_attempts(storage: Storage, naming: layout.NamingScheme, record: RootRe
     for entry in found.entries:
         if entry.kind == "trash":
             storage.remove_tree(entry.name)
+    for name in found.stray:
+        storage.remove(name)
     storage.sync_dir("")
+
+
+def _make_manifest_durable(storage: Storage, directory: str) -> None:
+    """The process that wrote it may have died before it could sync it; all other files were synced before it."""
+    path = f"{directory}/{layout.MANIFEST}"
+    storage.replace(path, storage.read(path))
 
 
 def _rolls_forward(record: RootRecord, entry: Entry, committed: set[int]) -> bool:
