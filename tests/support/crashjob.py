@@ -37,9 +37,9 @@ WIDTH = 96  # a parameter of 72 KiB is copied in the background
 class Training:
     """A step is a function of the history; it takes microseconds and no autograd."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         self.model = nn.Module()
-        self.model.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.float64))
+        self.model.weight = nn.Parameter(torch.zeros(width, width, dtype=torch.float64))
         self.model.register_buffer("history", torch.zeros(MAX_STEPS, dtype=torch.int64))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.5)
         self.progress: dict[str, Any] = {"step": 0, "note": "", "extra": []}
@@ -65,7 +65,7 @@ class Training:
     def problem(self) -> str | None:
         """Why this is not exactly the state after as many steps as it says; None when it is."""
         history = self.history
-        again = Training()
+        again = Training(len(self.model.weight))
         for number, tag in enumerate(history, start=1):
             again.step(number, tag)
         if self.progress["step"] != len(history) or not torch.equal(self.model.history, again.model.history):

@@ -17,6 +17,7 @@ import os
 import random
 import stat
 import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from easyckpt.storage.local import LocalStorage
@@ -153,6 +154,17 @@ class RecordingStorage(LocalStorage):
             _replay(tree, operation)
         tree.build(os.fspath(directory), _survivor(variant))
 
+    def cuts(self, variants: Iterable[str]) -> Iterator[tuple[int, str, dict[str, bytes | None]]]:
+        """(k, variant, {path: bytes, None for a directory}) for every k and each of `variants`, in one pass."""
+        tree = self.recorder.initial.copy({})
+        for k in range(len(self.operations) + 1):
+            if k:
+                _replay(tree, self.operations[k - 1])
+            for variant in variants:
+                found: dict[str, bytes | None] = {}
+                tree.collect("", _survivor(variant), found)
+                yield k, variant, found
+
 
 @dataclass(eq=False)
 class _Node:
@@ -213,6 +225,13 @@ class _Node:
         os.makedirs(path)
         for name, node in self.with_changes(names(self.pending)).items():
             node.build(os.path.join(path, name), survivor)
+
+    def collect(self, path: str, survivor, found: dict[str, bytes | None]) -> None:
+        names, data = survivor
+        found[path] = None if self.is_directory else data(self)
+        if self.is_directory:
+            for name, node in self.with_changes(names(self.pending)).items():
+                node.collect(f"{path}/{name}", survivor, found)
 
 
 def _written(content: bytes, changes) -> bytes:
