@@ -394,6 +394,11 @@ def test_a_skip_long_ago_excuses_no_step_without_a_hook(rigs: Callable[..., Rig]
     job.skip = False
     number = settle(rig, job.step, first=3)
     rig.save(number)
+    job.skip = True
+    job.step()  # one that is seen for what it is
+    job.skip = False
+    number = settle(rig, job.step, first=number + 1)
+    rig.save(number)
     _step_without_hooks(job)
     rig.save(number + 1)
     rig.end()
@@ -533,10 +538,13 @@ def test_a_torch_optimizer_whose_hooks_do_not_fire(rigs: Callable[..., Rig]) -> 
 def test_a_torch_optimizer_whose_hooks_never_fired_is_never_trusted(rigs: Callable[..., Rig]) -> None:
     job = Job()
     job.optimizer.step = lambda: _step_without_hooks(job)  # type: ignore[method-assign]
+    other = Job()  # one that is not part of the state, and steps once
     rig = rigs(job.state)
     for number in range(1, 6):
         rig.save(number)
         assert rig.stager.window_step is None
+        if number == 1:
+            other.step()
         job.optimizer.step()
     rig.end()
     assert rig.sealed == list(range(1, 6))

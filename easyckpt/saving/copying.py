@@ -30,6 +30,8 @@ SMALL_LEAVES = (32 << 10, 16 << 10, 8 << 10, 4 << 10, 2 << 10, 1 << 10)
 SMALL_TOTAL_BYTES = 8 << 20
 #: Words looked at in each late leaf: in its first and last element, and in others in between.
 PROBES = 8
+#: Stays below torch's grain size: above it the background thread would start an OpenMP pool of its own.
+PROBED_AT_ONCE = 8 << 10
 GOLDEN_RATIO = 0.6180339887
 
 version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
@@ -171,15 +173,20 @@ class CpuCopyJob(Arrival):
             for pointer, (offset, size) in zip(self._pointers, self._plan.late_moves, strict=True):
                 failpoints.hit(LATE_COPY)
                 raw_memory.move_in_background(self._base + offset, pointer, size)
-            places = self._plan.probes.places + self._base
-            same = raw_memory.words_at(places) == self._expected
-            if not same.all():
-                rows = same.view(-1, PROBES).all(1).logical_not().nonzero().flatten().tolist()
-                self._torn = [self._plan.late_numbers[row] for row in rows]
+            self._torn = self._differing_probes()
         except BaseException as failure:  # noqa: BLE001 - it belongs to the snapshot
             error = failure
         self._memory = []
         self.finish(error)
+
+    def _differing_probes(self) -> list[int]:
+        found: list[int] = []
+        for begin in range(0, len(self._expected), PROBED_AT_ONCE):
+            part = slice(begin, begin + PROBED_AT_ONCE)
+            same = raw_memory.words_at(self._plan.probes.places[part] + self._base) == self._expected[part]
+            if not same.all():
+                found += [(begin + place) // PROBES for place in same.logical_not().nonzero().flatten().tolist()]
+        return [self._plan.late_numbers[row] for row in found]
 
     def written_to(self) -> list[int]:
         """See CopyJob."""

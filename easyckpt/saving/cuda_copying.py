@@ -129,12 +129,12 @@ class CudaCopier:
 def _make_plan(capture: Capture, late: Sequence[int]) -> _Plan:
     sources, leaves = capture.sources, capture.layout.leaves
     chosen = set(late)
-    on_gpu = [n for n, source in enumerate(sources) if source.device.type != "cpu" and leaves[n].nbytes]
+    on_gpu = [n for n, source in enumerate(sources) if is_on_gpu(source) and leaves[n].nbytes]
     devices = sorted({sources[number].device for number in on_gpu}, key=str)
     return _Plan(
         facts=capture.early,
         late=late,
-        on_cpu=[n for n, source in enumerate(sources) if source.device.type == "cpu"],
+        on_cpu=[n for n, source in enumerate(sources) if not is_on_gpu(source)],
         early=[n for n in on_gpu if n not in chosen and n not in capture.strided],
         strided=[n for n in on_gpu if n in capture.strided],
         late_by_device={d: [n for n in on_gpu if n in chosen and sources[n].device == d] for d in devices},
@@ -143,6 +143,11 @@ def _make_plan(capture: Capture, late: Sequence[int]) -> _Plan:
             n: (sources[n].dtype, sources[n].shape, sources[n].stride()) for n in on_gpu if n not in capture.strided
         },
     )
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether its copy is a stream's work."""
+    return tensor.device.type != "cpu"
 
 
 def _destinations(capture: Capture, plan: _Plan, slot: Slot) -> dict[int, torch.Tensor]:

@@ -14,9 +14,6 @@ from easyckpt.state.tensors import copy_exact
 
 #: Below this size a move holds the GIL.
 SMALL_BYTES = 32 << 10
-#: Gathers of background threads stay below torch's grain size: above it they would start a second OpenMP pool.
-GATHER_AT_ONCE = 8 << 10
-
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move_holding_gil = ctypes.PyDLL(None).memmove
 _move_holding_gil.argtypes, _move_holding_gil.restype = _ARGUMENTS, None
@@ -48,10 +45,7 @@ def equal(one: int, other: int, nbytes: int) -> bool:
 
 def words_at(addresses: torch.Tensor) -> torch.Tensor:
     """The words of four bytes at `addresses` (int64, multiples of four)."""
-    places = (addresses - _FIRST) >> 2
-    if places.numel() <= GATHER_AT_ONCE:
-        return _everything.index_select(0, places)
-    return torch.cat([_everything.index_select(0, part) for part in torch.split(places, GATHER_AT_ONCE)])
+    return _everything.index_select(0, (addresses - _FIRST) >> 2)
 
 
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:
