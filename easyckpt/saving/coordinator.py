@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from typing import Any
 
 from easyckpt.config import CheckpointConfig
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks
-from easyckpt.errors import EasyckptError, OutcomeUnknown, PeerTimeout, SaveError, SaveFailed
+from easyckpt.errors import EasyckptError, OutcomeUnknown, PeerTimeout, SaveError, SaveFailed, StorageError
 from easyckpt.events import Event, FlushCommitted, FlushFailed, FlushSkipped
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import SlotMeta
@@ -26,6 +27,7 @@ from easyckpt.saving.leader import Due, Leader, LeaderPolicy, Work
 from easyckpt.saving.live import LiveSnapshot
 from easyckpt.saving.messages import Board, Decision, Flush, Post, Report, dump, load_board, load_post
 from easyckpt.saving.participant import Participant
+from easyckpt.saving.worker import Worker
 from easyckpt.saving.writer import SnapshotBytes
 
 logger = logging.getLogger("easyckpt")
@@ -123,7 +125,7 @@ class Coordinator:
                 return _failed(self._error)
             future = self._waiting.get(step)
             if future is None:
-                future = self._waiting[step] = Future()
+                future = self._waiting[step] = _promised()
                 self._hold(step)
                 if self._leader is not None:
                     self._leader.add_due(Due(step, forced))
@@ -159,8 +161,9 @@ class Coordinator:
         """Something that ends all saving (a lost lease, lost peers): raised at every call from now on."""
         with self.changed:
             self._error = self._error or error
-            self._resolve_all(error)
+            waiting = self._give_up_waiting()
             self.changed.notify_all()
+        _resolve_all(waiting, error)
         self._wake.set()
 
     def announce_emergency(self) -> None:
@@ -216,6 +219,7 @@ class Coordinator:
         except Exception as error:
             logger.exception("the coordinator thread has failed")
             self._lost(SaveFailed(f"rank {self._ranks.rank}: the coordinator thread has failed: {error!r}"))
+        self.emergency_over.set()  # a signal that comes later has nothing to wait for
 
     def _turn(self) -> bool:
         """One round of listening and speaking; returns whether anything moved."""
@@ -312,21 +316,28 @@ class Coordinator:
             job[1](job[0])
 
     def _listen(self, board: Board) -> None:
+        decided: list[tuple[Future[int], Decision]] = []
         with self.changed:
             self._hold_flush(board.flush)
             for decision in board.decisions:
                 if decision.number > self._post.seen:
-                    self._take(decision)
+                    future = self._take(decision)
+                    decided += [(future, decision)] if future is not None else []
             self.floor = max(self.floor, board.floor)
             self.in_emergency = self.in_emergency or board.emergency
             self._board = board
             self.changed.notify_all()
+        for future, decision in decided:  # without the lock: their callbacks are the user's code
+            error = _error_of(decision)
+            future.set_result(decision.step) if error is None else future.set_exception(error)
         if board.flush is not None:
             self._part.take_part(board.flush)
         if board.emergency_over:
             self.emergency_over.set()
         if board.closed:
-            self._resolve_all(SaveFailed("the job has ended"))
+            with self.lock:
+                waiting = self._give_up_waiting()
+            _resolve_all(waiting, SaveFailed("the job has ended"))
             self._left = True
 
     def _hold_flush(self, flush: Flush | None) -> None:
@@ -342,9 +353,9 @@ class Coordinator:
         with self.lock:
             self._post = replace(self._post, report=report)
 
-    def _take(self, decision: Decision) -> None:
-        """Act on `decision`. Called under `lock`."""
-        error = _error_of(decision)
+    def _take(self, decision: Decision) -> Future[int] | None:
+        """Act on `decision`. Called under `lock`. Returns the Future that it decides."""
+        future = None
         self._post = replace(
             self._post,
             seen=decision.number,
@@ -356,11 +367,8 @@ class Coordinator:
         if decision.due is not None and decision.due in self._waiting:
             self._release(decision.due)
             future = self._waiting.pop(decision.due)
-            if error is None:
-                future.set_result(decision.step)
-            else:
-                future.set_exception(error)
-        self._record(decision, error)
+        self._record(decision, _error_of(decision))
+        return future
 
     def _record(self, decision: Decision, error: SaveError | None) -> None:
         step, attempt = decision.step, decision.attempt or ""
@@ -390,11 +398,15 @@ class Coordinator:
             self.emergency_over.set()
 
     def _check_silence(self) -> None:
-        """Give up on a rank 0 that has not moved for longer than anything it decides may take."""
+        """Give up when nothing has moved for longer than anything that rank 0 decides may take.
+
+        Rank 0 looks at itself too: its storage may hang for good. So every Future is resolved in bounded time.
+        """
         outstanding = bool(self._waiting or self._part.attempt)
         limit = self._config.commit_timeout + 2 * self._config.peer_timeout
-        if self._leader is None and outstanding and time.monotonic() - self._moved > limit:
-            raise PeerTimeout(f"rank 0 has decided nothing for {limit:g} s")
+        if outstanding and time.monotonic() - self._moved > limit:
+            what = "rank 0 has decided nothing" if self._leader is None else "storage has not answered rank 0"
+            raise PeerTimeout(f"{what} for {limit:g} s")
         if not outstanding:
             self._moved = time.monotonic()
 
@@ -420,28 +432,39 @@ class Coordinator:
         committed = False
         if flush is not None:
             try:
-                committed = self._committed_by(flush)
+                committed = self._look(flush)
             except (EasyckptError, OSError) as problem:
                 outcome = OutcomeUnknown(f"step {flush.step}: {error}; looking into the root failed too: {problem}")
             else:
                 if not committed:
                     outcome = OutcomeUnknown(f"step {flush.step}: {error}; it is not committed so far")
+        future = None
         with self.changed:
             if committed and flush is not None:
                 self.committed = max(self.committed, flush.step)
                 future = self._waiting.pop(flush.due, None) if flush.due is not None else None
-                if future is not None:
-                    future.set_result(flush.step)
             self._error = self._error or outcome
-            self._resolve_all(outcome)
+            waiting = self._give_up_waiting()
             self.changed.notify_all()
-        self.emergency_over.set()
+        if future is not None and flush is not None:
+            future.set_result(flush.step)
+        _resolve_all(waiting, outcome)
 
-    def _resolve_all(self, error: EasyckptError) -> None:
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(error)
+    def _look(self, flush: Flush) -> bool:
+        """Whether `flush` is committed, as the root says; a storage that hangs is not waited for for ever."""
+        worker = Worker("easyckpt-look")
+        try:
+            return worker.submit(lambda: self._committed_by(flush)).result(self._config.peer_timeout)
+        except FutureTimeout:
+            raise StorageError(f"no answer for {self._config.peer_timeout:g} s") from None
+        finally:
+            worker.stop(0.0)
+
+    def _give_up_waiting(self) -> list[Future[int]]:
+        """Futures that get no decision any more. Called under `lock`; to be resolved without it."""
+        waiting = list(self._waiting.values())
         self._waiting.clear()
+        return waiting
 
 
 def _make_leader(ranks: Ranks, config: CheckpointConfig, incarnation: str) -> Leader:
@@ -465,6 +488,18 @@ def _error_of(decision: Decision) -> SaveError | None:
 def _log_failure(done: Future[Any]) -> None:
     if (error := done.exception()) is not None:
         logger.error("a background job has failed", exc_info=error)
+
+
+def _promised() -> Future[int]:
+    """A Future that its holder cannot cancel: the flush goes on whatever becomes of who waits for it."""
+    future: Future[int] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _resolve_all(waiting: list[Future[int]], error: EasyckptError) -> None:
+    for future in waiting:
+        future.set_exception(error)
 
 
 def _resolved(step: int) -> Future[int]:

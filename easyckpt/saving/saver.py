@@ -62,6 +62,7 @@ class Saver:
         self._origin: Origin | None = None
         self._warned: set[str] = set()
         self._first = True
+        self._staged = -1
 
     @property
     def identity(self) -> SnapshotIdentity | None:
@@ -70,7 +71,7 @@ class Saver:
 
     def go_on_from(self, origin: Origin, *, adopted: tuple[str, int] | None, committed: int) -> None:
         """The state was restored (or found missing): the next save opens a new line from there."""
-        self._origin, self._identity = origin, None
+        self._origin, self._identity, self._staged = origin, None, -1
         self._parts.coordinator.begin_line(None, committed=committed, adopted=adopted)
 
     def snapshot(self, step: int, *, due: bool) -> None:
@@ -92,7 +93,8 @@ class Saver:
     def save(self, step: int) -> Future[int]:
         """Take the snapshot of `step` for certain and have it flushed; resolves when durable on all ranks."""
         self._ready_line()
-        self._parts.stager.end_window("save")
+        # The snapshot that save_if_needed has just taken of this very step: no optimizer step belongs in between.
+        self._parts.stager.end_window("wait" if step == self._staged else "save")
         coordinator = self._parts.coordinator
         if step <= coordinator.committed or self._holds(step):
             return coordinator.due(step, forced=True)
@@ -115,7 +117,7 @@ class Saver:
         coordinator.offer(LiveSnapshot(self._identity.meta(step, capture.layout), capture))
         try:
             future = coordinator.due(step, forced=True)
-            future.exception(self._config.commit_timeout + self._config.peer_timeout)
+            future.exception()  # in bounded time: the coordinator sees to that
         finally:
             coordinator.offer(None)
         return future
@@ -187,6 +189,7 @@ class Saver:
         except BaseException:
             self._parts.arena.release(slot)
             raise
+        self._staged = step
         return True
 
     def _reserve(self, capture: Capture) -> None:
@@ -219,7 +222,7 @@ class Saver:
 
     def _wait_for_flushes(self) -> None:
         for future in self._parts.coordinator.pending():
-            future.exception(self._config.commit_timeout + self._config.peer_timeout)
+            future.exception()  # in bounded time: the coordinator sees to that
 
     def _holds(self, step: int) -> bool:
         timeline = None if self._identity is None else self._identity.timeline
