@@ -14,6 +14,7 @@ import select
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -21,6 +22,18 @@ from typing import Any
 logger = logging.getLogger("easyckpt")
 
 _libc = ctypes.CDLL(None, use_errno=True)
+#: Set in a byte that our handler writes; signals have numbers up to 64.
+_FROM_PYTHON = 0x80
+_watching: weakref.WeakSet[SignalWatcher] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child shares our pipe: a signal of its own (a pool that is terminated) would reach the parent's watcher."""
+    for watcher in list(_watching):
+        watcher.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class SignalWatcher:
@@ -44,11 +57,19 @@ class SignalWatcher:
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {}
         self._redelivering = False
+        self._reacted = self._reached = False
+        """The watcher has done its part of a signal; Python's handler was called for it."""
+        self._put_back: set[int] = set()
+        self._unanswered: int | None = None
+        """A signal that came too close to `stop` to be redelivered."""
         self._ended = threading.Event()
+        self._woken = False
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._previous_file = _file_of(self._previous_fd)
         for number in self._numbers:
             self._previous[number] = signal.signal(number, self._handle)
+        _watching.add(self)
         self._thread = threading.Thread(target=self._run, name="easyckpt-signals", daemon=True)
         self._thread.start()
 
@@ -57,12 +78,19 @@ class SignalWatcher:
         if self._ended.is_set() or os.getpid() != self._pid:
             return
         self._ended.set()
+        _watching.discard(self)
+        for watcher in list(_watching):
+            watcher._skip(self)
         if threading.current_thread() is threading.main_thread():
             for number, previous in self._previous.items():
                 if signal.getsignal(number) == self._handle:
+                    self._put_back.add(number)
                     signal.signal(number, signal.SIG_DFL if previous is None else previous)
             current = signal.set_wakeup_fd(-1)
-            signal.set_wakeup_fd(self._previous_fd if current == self._write_fd else current)
+            if current != self._write_fd:
+                signal.set_wakeup_fd(current)
+            elif self._previous_file == _file_of(self._previous_fd):
+                signal.set_wakeup_fd(self._previous_fd)
         with contextlib.suppress(OSError):
             os.write(self._write_fd, b"\0")
         if threading.current_thread() is not self._thread:
@@ -70,28 +98,56 @@ class SignalWatcher:
         os.close(self._read_fd)
         os.close(self._write_fd)
 
+    def _skip(self, ended: SignalWatcher) -> None:
+        """If `ended` was what this watcher found and passes on to: what that found takes its place."""
+        if self._previous_fd == ended._write_fd:
+            self._previous_fd, self._previous_file = ended._previous_fd, ended._previous_file
+        for number, previous in self._previous.items():
+            if previous == ended._handle:
+                self._previous[number] = ended._previous[number]
+
+    def pass_on(self) -> None:
+        """After `stop`, once all else is done: a signal that came meanwhile has its effect now."""
+        if self._unanswered is not None and os.getpid() == self._pid:
+            os.kill(os.getpid(), self._unanswered)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: signals that come to it are its own."""
+        current = signal.set_wakeup_fd(-1)
+        if current >= 0 and current != self._write_fd:
+            signal.set_wakeup_fd(current)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Python's handler, on the main thread, whenever it gets there. Takes no lock."""
+        self._reached = True
         previous = self._previous.get(number)
-        inert = os.getpid() != self._pid or self._ended.is_set()
-        if (self._redelivering or inert) and callable(previous):
+        over = os.getpid() != self._pid or self._ended.is_set() or self._reacted
+        if not over and not self._redelivering:
+            with contextlib.suppress(OSError):  # somebody (asyncio) may have taken the wakeup descriptor since
+                os.write(self._write_fd, bytes([_FROM_PYTHON | number]))
+        if (self._redelivering or over) and callable(previous):
             previous(number, frame)
-        elif inert and previous == signal.SIG_DFL:
+        elif over and previous == signal.SIG_DFL:
             _deliver_default(number)
 
     def _run(self) -> None:
         while True:
             select.select([self._read_fd], [], [])
             with contextlib.suppress(BlockingIOError):
-                for number in os.read(self._read_fd, 64):
-                    self._pass_on_byte(number)
-                    if number in self._previous and not self._redelivering:
-                        self._react(number)
+                for byte in os.read(self._read_fd, 64):
+                    number = byte & ~_FROM_PYTHON
+                    from_python = byte != number
+                    if not from_python:
+                        self._pass_on_byte(number)
+                    if number in self._previous:
+                        known, self._woken = self._woken and from_python, not from_python
+                        if not known and not self._redelivering:
+                            self._react(number)
             if self._ended.is_set():
                 return
 
     def _pass_on_byte(self, number: int) -> None:
-        if number and self._previous_fd >= 0:
+        if number and self._previous_file is not None and self._previous_file == _file_of(self._previous_fd):
             with contextlib.suppress(OSError):
                 os.write(self._previous_fd, bytes([number]))
 
@@ -106,8 +162,13 @@ class SignalWatcher:
         # A program that watches `preempted` ends its loop cleanly by itself; it is given the rest of the time.
         while self._takes_over() and time.monotonic() - begun < self._deadline and not self._ended.is_set():
             self._ended.wait(0.05)
-        if not self._ended.is_set():
+        # A handler that the program has put over ours has run, or will: what it does not pass on to ours ends there.
+        self._reacted = True
+        ours = self._reached or number in self._put_back or signal.getsignal(number) == self._handle
+        if ours and not self._ended.is_set():
             self._redeliver(number)
+        elif ours and not self._takes_over():
+            self._unanswered = number
 
     def _redeliver(self, number: int) -> None:
         previous = self._previous[number]
@@ -118,6 +179,15 @@ class SignalWatcher:
             os.kill(os.getpid(), number)  # the main thread runs the user's handler out of ours
         else:
             _deliver_default(number)
+
+
+def _file_of(descriptor: int) -> tuple[int, int] | None:
+    """What is open under a number, which may be something else by the time that it is used again."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _deliver_default(number: int) -> None:

@@ -1,0 +1,210 @@
+"""Signals beside a program's own ideas of them: children, handlers put over ours, a signal while it all ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PREAMBLE = """
+import os, signal, sys, time
+import torch
+from torch import nn
+import easyckpt
+
+got = []
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def make():
+    checkpointer = easyckpt.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer})
+    checkpointer.load()
+    for step in range(1, 4):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        checkpointer.save_if_needed(step)
+    return checkpointer
+
+def settle(seconds=2.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.05)
+"""
+
+
+def run(root: Path, body: str) -> tuple[int, str]:
+    """(exit code, what was printed) of a program."""
+    program = [sys.executable, "-c", PREAMBLE + body, str(root)]
+    done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("how", ["fork", "multiprocessing", "thread"])
+def test_a_signal_to_a_forked_child_is_the_childs_alone(root, how):
+    """A child shares the wakeup descriptor: `Pool.terminate()` would end the training."""
+    begin = {
+        "fork": "child = os.fork()\nif child == 0:\n    time.sleep(60)\n    os._exit(0)\n",
+        "multiprocessing": (
+            "import multiprocessing\n"
+            "process = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+            "process.start()\nchild = process.pid\n"
+        ),
+        "thread": (
+            "import threading\n"
+            "def fork():\n    global child\n    child = os.fork()\n"
+            "    if child == 0:\n        time.sleep(60)\n        os._exit(0)\n"
+            "thread = threading.Thread(target=fork)\nthread.start()\nthread.join()\n"
+        ),
+    }[how]
+    body = f"""
+checkpointer = make()
+{begin}
+time.sleep(0.3)
+os.kill(child, signal.SIGTERM)
+_, status = os.waitpid(child, 0)
+settle(1.0)
+print(os.waitstatus_to_exitcode(status), checkpointer.preempted)
+checkpointer.close()
+"""
+    assert run(root, body) == (0, f"{-signal.SIGTERM} False\n")
+    assert (root / "step-00000003").is_dir()
+
+
+def test_a_handler_that_the_program_puts_over_ours_decides_what_becomes_of_it(root):
+    body = """
+checkpointer = make()
+signal.signal(signal.SIGTERM, lambda *_: got.append("program"))
+os.kill(os.getpid(), signal.SIGTERM)
+settle()
+checkpointer.save(4, wait=True)
+checkpointer.close()
+print(got)
+"""
+    assert run(root, body) == (0, "['program']\n")
+    assert len({path.name for path in root.glob("step-*")} & {"step-00000002", "step-00000003"}) == 1  # at the signal
+    assert (root / "step-00000004").is_dir()
+
+
+@pytest.mark.parametrize("before", ["default", "handler"])
+def test_what_a_handler_over_ours_passes_on_comes_to_the_one_before(root, before):
+    first = "signal.signal(signal.SIGTERM, lambda *_: got.append('before'))" if before == "handler" else ""
+    body = f"""
+{first}
+checkpointer = make()
+ours = signal.getsignal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda *args: ours(*args))
+os.kill(os.getpid(), signal.SIGTERM)
+settle()
+checkpointer.close()
+print(got)
+"""
+    expected = (0, "['before']\n") if before == "handler" else (-signal.SIGTERM, "")
+    assert run(root, body) == expected
+    assert (root / "step-00000003").is_dir() or (root / "step-00000002").is_dir()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("watches", [False, True])
+def test_a_signal_while_the_job_closes_is_neither_waited_for_nor_lost(root, when, watches):
+    body = f"""
+checkpointer = make()
+coordinator = checkpointer._parts.coordinator
+close = coordinator.close
+if {watches}:
+    checkpointer.preempted
+
+def closing(timeout):
+    if {when == "before"}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    close(timeout)
+    if {when == "after"}:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+coordinator.close = closing
+begun = time.monotonic()
+import atexit
+atexit.register(lambda: print("clean", time.monotonic() - begun < 10))
+checkpointer.close()
+print("closed", time.monotonic() - begun < 10)
+settle(1.0)
+"""
+    code, output = run(root, body)
+    assert (root / "step-00000003").is_dir()
+    if watches:  # a program that watches was told, and has ended its loop
+        assert (code, output) == (0, "closed True\nclean True\n")
+    else:
+        assert code == -signal.SIGTERM
+
+
+def test_a_signal_is_seen_where_another_has_taken_the_wakeup_descriptor(root):
+    """asyncio takes it for the handlers of a loop, and a signal would be neither acted upon nor passed on."""
+    body = """
+import asyncio
+checkpointer = make()
+loop = asyncio.new_event_loop()
+loop.add_signal_handler(signal.SIGUSR1, lambda: None)
+os.kill(os.getpid(), signal.SIGTERM)
+settle(20)
+"""
+    code, output = run(root, body)
+    assert (code, output) == (-signal.SIGTERM, "")
+    assert list(root.glob("step-*"))
+
+
+def test_what_had_the_wakeup_descriptor_before_may_be_gone_at_the_end(root):
+    body = """
+import asyncio
+loop = asyncio.new_event_loop()
+loop.add_signal_handler(signal.SIGUSR1, lambda: None)
+checkpointer = make()
+loop.close()
+pipes = [os.pipe2(os.O_NONBLOCK) for _ in range(3)]  # under the numbers that it had
+checkpointer.close()
+print(signal.set_wakeup_fd(-1))
+"""
+    assert run(root, body) == (0, "-1\n")
+    assert (root / "step-00000003").is_dir()
+
+
+@pytest.mark.parametrize("order", ["(first, second)", "(second, first)"])
+@pytest.mark.parametrize("kind", ["closed", "signalled"])
+def test_two_checkpointers_share_a_signal_and_end_in_any_order(root, order, kind):
+    body = f"""
+before = signal.getsignal(signal.SIGTERM)
+first = make()
+sys.argv[1] += "-2"
+second = make()
+if {kind == "signalled"}:
+    os.kill(os.getpid(), signal.SIGTERM)
+    settle(20)
+for checkpointer in {order}:
+    checkpointer.close()
+print(signal.getsignal(signal.SIGTERM) is before, signal.set_wakeup_fd(-1))
+"""
+    expected = (0, "True -1\n") if kind == "closed" else (-signal.SIGTERM, "")
+    assert run(root, body) == expected
+    for path in (root, root.with_name("run-2")):
+        assert list(path.glob("step-*"))
+
+
+def test_one_of_two_checkpointers_that_ended_leaves_the_other_its_signals(root):
+    body = """
+first = make()
+sys.argv[1] += "-2"
+second = make()
+first.close()
+read, write = os.pipe(), os.pipe()  # under the numbers that the first one had
+os.kill(os.getpid(), signal.SIGTERM)
+settle(20)
+"""
+    assert run(root, body) == (-signal.SIGTERM, "")
+    assert list(root.with_name("run-2").glob("step-*"))
