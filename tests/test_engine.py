@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -499,3 +501,38 @@ def test_a_flush_without_room_is_refused_before_it_writes(root):
         object.__setattr__(checkpointer._parts.flusher._writer, "_min_free_bytes", 0)
         with pytest.raises(easyckpt.SaveFailed):
             checkpointer.wait()
+
+
+def test_a_future_cannot_be_cancelled_and_saving_goes_on(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        for number in range(1, 4):
+            training.step()
+            future = checkpointer.save(number)
+            assert not future.cancel()  # as asyncio does on a timeout
+        assert future.result(60) == 3
+    assert committed(root) == [1, 2, 3]
+
+
+def test_what_waits_for_a_future_does_not_hold_the_training_up(root):
+    training, _ = start(root)
+    release, seen = threading.Event(), []  # a callback is the user's code: it runs without our locks
+
+    def upload(future) -> None:
+        release.wait(60)
+        seen.append(future.result())
+
+    with training.checkpointer as checkpointer:
+        training.step()
+        checkpointer.save(1).add_done_callback(upload)
+        deadline = time.monotonic() + 60
+        while not committed(root) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        training.step()
+        begun = time.monotonic()
+        checkpointer.save_if_needed(2)
+        assert time.monotonic() - begun < 5
+        assert seen == []
+        release.set()
+    assert committed(root) == [1, 2]
