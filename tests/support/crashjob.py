@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -103,6 +104,8 @@ class Job:
             return call(*arguments, **keywords)
         except (EasyckptError, OSError, TimeoutError) as error:
             self.note(raised=type(error).__name__, where=where, text=str(error), ours=isinstance(error, EasyckptError))
+            if self.order.get("dies_without_storage") and not _answers(self.order["root"]):
+                os._exit(0)  # a power cut takes the job as well
             return error
 
     def open(self) -> int | None:
@@ -160,6 +163,14 @@ class Job:
             self.note(closed=True, durable=self.checkpointer.stats().last_committed_step or 0)
 
 
+def _answers(root: str) -> bool:
+    try:
+        os.stat(root)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+    return True
+
+
 class _ToNotes(logging.Handler):
     def __init__(self, job: Job) -> None:
         super().__init__(logging.WARNING)
@@ -171,7 +182,6 @@ class _ToNotes(logging.Handler):
 
 def run_job(order: dict[str, Any]) -> None:
     job = Job(order)
-    root = Path(order["root"])
     first = job.open()
     if first is None:
         return
@@ -192,7 +202,6 @@ def run_job(order: dict[str, Any]) -> None:
         job.note(sealed=job.checkpointer.stats().last_sealed_step, left=True)
         os._exit(0)
     job.close()
-    job.note(names=sorted(os.listdir(root)))
 
 
 def _child(order: dict[str, Any]) -> None:
