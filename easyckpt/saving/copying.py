@@ -19,6 +19,7 @@ from easyckpt import failpoints
 from easyckpt.format.image import ITEM_BYTES, Layout, Leaf
 from easyckpt.memory.slot import Slot
 from easyckpt.saving import raw_memory
+from easyckpt.saving.gathering import WORTH_IT, Gather, is_tiny
 from easyckpt.saving.raw_memory import WORD
 from easyckpt.saving.worker import Worker
 from easyckpt.state.capture import Capture
@@ -144,6 +145,7 @@ class _CopyPlan:
 
     facts: object
     late: Sequence[int]
+    tiny: Gather | None
     early_moves: list[tuple[int, int, int]]  # number, offset, size
     early_strided: list[tuple[int, int, int]]
     late_numbers: list[int]
@@ -154,10 +156,11 @@ class _CopyPlan:
 class CpuCopyJob(Arrival):
     """A copy on a CPU."""
 
-    def __init__(self, sources: list[torch.Tensor], plan: _CopyPlan, base: int) -> None:
+    def __init__(self, capture: Capture, plan: _CopyPlan, base: int) -> None:
+        sources = [capture.sources[number] for number in plan.late_numbers]
         super().__init__(sources, plan.late_numbers)
         self._plan, self._base = plan, base
-        self._pointers = list(map(torch.Tensor.data_ptr, sources))
+        self._pointers = [capture.pointers[number] for number in plan.late_numbers]
         self._memory = list(map(torch.Tensor.untyped_storage, sources))
         self._expected = self._probe(torch.tensor(self._pointers, dtype=torch.int64), plan.probes.offsets)
         self._torn: list[int] = []
@@ -209,13 +212,14 @@ class CpuCopier:
         plan = self._plan
         if plan is None or plan.facts is not capture.early or plan.late is not late:
             plan = self._plan = _make_plan(capture, late)
-        sources, base = capture.sources, slot.address
-        move, pointer_of = raw_memory.move, torch.Tensor.data_ptr
+        base, pointers, move = slot.address, capture.pointers, raw_memory.move
+        if plan.tiny is not None:
+            plan.tiny.copy(capture, slot)
         for number, offset, size in plan.early_moves:
-            move(base + offset, pointer_of(sources[number]), size)
+            move(base + offset, pointers[number], size)
         for number, offset, size in plan.early_strided:
-            raw_memory.move_strided(base + offset, sources[number], size)
-        job = CpuCopyJob([sources[number] for number in plan.late_numbers], plan, base)
+            raw_memory.move_strided(base + offset, capture.sources[number], size)
+        job = CpuCopyJob(capture, plan, base)
         if plan.late_numbers:
             self._worker.submit(job.run)
         else:
@@ -248,7 +252,7 @@ def copy_now(capture: Capture, slot: Slot, numbers: Iterable[int]) -> None:
         if number in capture.strided:
             raw_memory.move_strided(slot.address + leaf.offset, source, leaf.nbytes)
         elif leaf.nbytes:
-            raw_memory.move(slot.address + leaf.offset, source.data_ptr(), leaf.nbytes)
+            raw_memory.move(slot.address + leaf.offset, capture.pointers[number], leaf.nbytes)
 
 
 def differing_on_cpu(live: LiveLeaves, slot: Slot) -> list[int]:
@@ -269,12 +273,15 @@ def _make_plan(capture: Capture, late: Sequence[int]) -> _CopyPlan:
     _, numbers = small_leaves_first(capture.layout, [n for n in late if _can_be_probed(capture, n)])
     chosen = set(numbers)
     early = [(n, leaf.offset, leaf.nbytes) for n, leaf in enumerate(leaves) if n not in chosen and leaf.nbytes]
+    tiny = [move[0] for move in early if is_tiny(capture, move[0])]
+    gathered = set(tiny) if len(tiny) >= WORTH_IT else set()
     offsets = [offset for number in numbers for offset in _probed(leaves[number])]
     starts = [leaves[number].offset for number in numbers for _ in range(PROBES)]
     return _CopyPlan(
         facts=capture.early,
         late=late,
-        early_moves=[move for move in early if move[0] not in capture.strided],
+        tiny=Gather(capture, tiny) if gathered else None,
+        early_moves=[move for move in early if move[0] not in capture.strided and move[0] not in gathered],
         early_strided=[move for move in early if move[0] in capture.strided],
         late_numbers=numbers,
         late_moves=[(leaves[number].offset, leaves[number].nbytes) for number in numbers],
@@ -287,7 +294,7 @@ def _make_plan(capture: Capture, late: Sequence[int]) -> _CopyPlan:
 
 def _can_be_probed(capture: Capture, number: int) -> bool:
     leaf = capture.layout.leaves[number]
-    return not (capture.sources[number].data_ptr() % WORD or leaf.offset % WORD) and leaf.nbytes >= 2 * WORD * PROBES
+    return not (capture.pointers[number] % WORD or leaf.offset % WORD) and leaf.nbytes >= 2 * WORD * PROBES
 
 
 def _probed(leaf: Leaf) -> list[int]:

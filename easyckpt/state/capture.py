@@ -35,6 +35,8 @@ class Capture:
 
     layout: Layout
     sources: list[torch.Tensor]
+    #: Their data pointers.
+    pointers: list[int]
     #: ``{"trees": {component: what changes at each step}}`` as JSON text.
     objects: bytes
     #: Leaves that nothing but an optimizer's step writes: they may be copied during the next forward and backward.
@@ -108,11 +110,13 @@ class StateCapture:
                 slow.append((name, spent, len(text)))
         firms = [part.firm for part in parts]
         tensors = _in_order(parts)
-        plan = self._current(replicated_allowed, parts, firms, tensors)
+        looks, pointers = _look(tensors)
+        plan = self._current(replicated_allowed, parts, firms, looks, pointers)
         facts = plan.facts
         return Capture(
             layout=plan.layout,
             sources=list(facts.pick(tensors)),
+            pointers=list(facts.pick(pointers)),
             objects=b'{"trees":{%b}}' % b",".join(objects),
             late=facts.late,
             early=facts.early,
@@ -125,11 +129,15 @@ class StateCapture:
         return self._slow[name] >= SLOW_IN_A_ROW or size > LARGE_BYTES
 
     def _current(
-        self, replicated_allowed: bool, parts: list[Part], firms: list[bool], tensors: list[torch.Tensor]
+        self,
+        replicated_allowed: bool,
+        parts: list[Part],
+        firms: list[bool],
+        looks: tuple[list[Any], ...],
+        pointers: list[int],
     ) -> _Plan:
         plan = self._plans.get(replicated_allowed)
         tokens = [part.token for part in parts]
-        looks, pointers = _look(tensors)
         count = sum(len(part.tensors) for part in parts if part.firm)
         firm, loose = pointers[:count], pointers[count:]
         now = (firms, tokens, looks, firm)
@@ -154,11 +162,15 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 def _look(tensors: list[torch.Tensor]) -> tuple[tuple[list[Any], ...], list[int]]:
-    """(shape, strides and dtype of all, data pointer of all), each in one call of C.
+    """(shape, dtype and strides of all, data pointer of all), each in one call of C.
 
     Shapes and strides as hashes: tens of thousands of tuples held at once make the garbage collector walk the heap.
+    Of contiguous tensors the shape tells the strides.
     """
     with torch._C.DisableTorchFunctionSubclass():
         shapes = list(map(hash, map(_SHAPE, tensors)))
-        strides = list(map(hash, map(torch.Tensor.stride, tensors)))
-        return (shapes, strides, list(map(_DTYPE, tensors))), list(map(torch.Tensor.data_ptr, tensors))
+        dense = list(map(torch.Tensor.is_contiguous, tensors))
+        strides = []
+        if not all(dense):
+            strides = [hash(tensor.stride()) for tensor, is_dense in zip(tensors, dense, strict=True) if not is_dense]
+        return (shapes, list(map(_DTYPE, tensors)), dense, strides), list(map(torch.Tensor.data_ptr, tensors))
