@@ -294,6 +294,7 @@ class Checkpointer:
         if self._signals is not None:
             self._signals.stop()
         self._parts.stager.close()
+        self._parts.accumulation.close()
         self._parts.flusher.stop(FAREWELL_SECONDS)
         self._housekeeper.stop(FAREWELL_SECONDS)
         if self._opened.lease is not None:

@@ -27,6 +27,7 @@ from easyckpt.memory.arena import Arena
 from easyckpt.memory.owner import OwnerLock
 from easyckpt.memory.place import DEFAULT_DIRECTORY, memory_directory, user_name
 from easyckpt.memory.slot import Slot
+from easyckpt.saving.accumulation import AccumulationWatch
 from easyckpt.saving.commit import CommitContext
 from easyckpt.saving.coordinator import Coordinator
 from easyckpt.saving.cuda_copying import make_copier
@@ -267,6 +268,7 @@ def join(
         capture=capture,
         arena=opened.arena,
         stager=stager,
+        accumulation=AccumulationWatch(capture.optimizers()),
         coordinator=coordinator,
         flusher=flusher,
         events=events,
@@ -284,8 +286,8 @@ def reserve(now: Capture, capture: StateCapture, opened: OpenedRoot, config: Che
     free = opened.storage.free_bytes()
     if opened.lease is not None and free < nbytes + config.min_free_bytes:
         raise OutOfSpace(
-            f"{opened.storage.root}: a checkpoint will take about {nbytes / 1e9:.2f} GB and {free / 1e9:.2f} GB are free "
-            "there. Free space, or choose another root."
+            f"{opened.storage.root}: a checkpoint will take about {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free. "
+            "Free space, or choose another root."
         )
     opened.arena.ensure(nbytes + nbytes // 64, tail)
 

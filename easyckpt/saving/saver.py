@@ -16,6 +16,7 @@ from easyckpt.events import EventLog, SnapshotSkipped, Warned
 from easyckpt.format.layout import NamingScheme
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import Slot
+from easyckpt.saving.accumulation import AccumulationWatch
 from easyckpt.saving.coordinator import Coordinator
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.line import Origin, open_line
@@ -46,6 +47,7 @@ class SaverParts:
     capture: StateCapture
     arena: Arena
     stager: Stager
+    accumulation: AccumulationWatch
     coordinator: Coordinator
     flusher: Flusher
     events: EventLog
@@ -61,6 +63,7 @@ class Saver:
         self._identity: SnapshotIdentity | None = None
         self._origin: Origin | None = None
         self._warned: set[str] = set()
+        self._warned_of_accumulation = False
         self._first = True
         self._staged = -1
 
@@ -177,6 +180,7 @@ class Saver:
         self._parts.coordinator.came_to(step)
         capture = self._parts.capture.capture()
         self._warn_of_slow_components(capture)
+        self._warn_of_accumulation(step)
         self._parts.flusher.prepare(capture.layout)
         self._reserve(capture)
         slot = self._acquire(step, capture.layout.image_bytes, wait)
@@ -227,6 +231,15 @@ class Saver:
     def _holds(self, step: int) -> bool:
         timeline = None if self._identity is None else self._identity.timeline
         return any(meta.step == step and meta.timeline == timeline for meta in self._parts.arena.sealed())
+
+    def _warn_of_accumulation(self, step: int) -> None:
+        if not self._warned_of_accumulation and self._parts.accumulation.in_the_middle():
+            self._warned_of_accumulation = True
+            message = (
+                f"step {step} is saved between two backward passes of one optimizer step: gradients are not part of "
+                "the state, so a job resumed from here loses them. Call save_if_needed after optimizer.step()"
+            )
+            self._parts.events.emit(Warned(step=step, message=message))
 
     def _warn_of_slow_components(self, capture: Capture) -> None:
         for name, milliseconds, nbytes in capture.slow:
