@@ -78,6 +78,14 @@ class Recording:
         self._start(steps=3, load_step=8)
         assert [line.fork for line in self.lines] == [0, 4, 8]
 
+    def cannot_rewrite_latest(self) -> None:
+        """So that nothing but the commit itself makes the commit durable."""
+        failpoints.arm("commit.durable@*=error:EIO")
+        try:
+            self._start(steps=6)
+        finally:
+            failpoints.arm("")
+
     def dies_before_the_manifest_is_synced(self) -> None:
         self._dies("storage.sync.before", 9)
 
@@ -145,6 +153,7 @@ def workplace() -> Iterator[Path]:
 
 HISTORIES = (
     "falls_back_and_steps_back",
+    "cannot_rewrite_latest",
     "dies_before_the_manifest_is_synced",
     "dies_before_the_manifests_directory_is_synced",
     "dies_before_the_rename_is_synced",

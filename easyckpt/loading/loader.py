@@ -54,7 +54,7 @@ class Outcome:
 
     restored: Restored
     newest_committed: int
-    """Newest committed step of the line that was loaded from; -1: none."""
+    """Newest committed step, up to the restored one, of the line that was loaded from; -1: none."""
     steps_lost: int
     """Steps between the newest candidate and the restored one."""
 
@@ -111,10 +111,12 @@ class Loader:
             return Outcome(Restored(0, None, None, self._ranks.world_size, None), -1, 0)
         path = os.path.join(self._storage.root, taken.source) if taken.tier == "storage" else None
         restored = Restored(taken.step, taken.tier, path, self._ranks.world_size, taken.timeline)
-        return Outcome(restored, committed, max(candidate.step for candidate in found) - taken.step)
+        # A newer commit that could not be restored counts for nothing: what was restored may be the newest good state.
+        newest = max((number for number in committed if number <= taken.step), default=-1)
+        return Outcome(restored, newest, max(candidate.step for candidate in found) - taken.step)
 
-    def _candidates(self, step: int | None) -> tuple[list[Candidate], int]:
-        """Rank 0's list of candidates for all, and the newest committed step on the line."""
+    def _candidates(self, step: int | None) -> tuple[list[Candidate], list[int]]:
+        """Rank 0's list of candidates for all, and the committed steps on the line."""
         own = [[meta.timeline, meta.step] for meta in self._arena.sealed()]
         held = self._channel.exchange("sealed in memory", own, self._timeout)
         everywhere = {tuple(key) for key in own}.intersection(*({tuple(key) for key in keys} for keys in held))
@@ -124,7 +126,7 @@ class Loader:
             return self._list(memory, step)
 
         answer = done_by_rank_0(self._channel, self._ranks, "candidates", work, self._timeout)
-        return [Candidate.from_json(value) for value in answer["candidates"]], int(answer["committed"])
+        return [Candidate.from_json(value) for value in answer["candidates"]], list(answer["committed"])
 
     def _list(self, memory: Sequence[SlotMeta], step: int | None) -> dict[str, Any]:
         record = catalog.read_root(self._storage)
@@ -132,7 +134,7 @@ class Loader:
         listed = candidates(found, record, memory, run=self._run, arena_id=self._arena_id, step=step)
         every = candidates(found, record, (), run=self._run, arena_id=self._arena_id)
         names = {entry.name for entry in found.committed()}
-        committed = max((candidate.step for candidate in every if candidate.source in names), default=-1)
+        committed = [candidate.step for candidate in every if candidate.source in names]
         return {"candidates": [candidate.to_json() for candidate in listed], "committed": committed}
 
     def _open(self, candidate: Candidate) -> Snapshot:

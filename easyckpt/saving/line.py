@@ -79,7 +79,6 @@ def _open_line(storage: Storage, naming: layout.NamingScheme, origin: Origin | N
 
 def _set_aside(storage: Storage, naming: layout.NamingScheme, record: RootRecord, fork: int) -> int:
     """Rename what does not lie in the past of the new line; returns the newest step that does."""
-    line = record.timelines[-1]
     kept = [-1]
     for entry in catalog.scan(storage, naming).entries:
         if entry.kind != "committed":
@@ -89,12 +88,25 @@ def _set_aside(storage: Storage, naming: layout.NamingScheme, record: RootRecord
             if entry.problem is None:
                 kept.append(entry.step)
             continue
-        stale = layout.stale_dir(entry.step, line.id)
+        stale = layout.stale_dir(entry.step, _abandoned_by(record, timeline, entry.step).id)
         logger.warning("%s lies past step %d, where training goes on from: set aside as %s", entry.name, fork, stale)
         storage.rename(entry.name, stale)
         failpoints.hit(SET_ASIDE)
     storage.sync_dir("")
     return max(kept)
+
+
+def _abandoned_by(record: RootRecord, timeline: str | None, step: int) -> Timeline:
+    """The line that first left `step` behind: an earlier one than the newest where its opening was cut short.
+
+    What a step back by name has left behind stays; it must not pass for the leavings of the fallback that came after.
+    """
+    for number, line in enumerate(record.timelines):
+        past = dataclasses.replace(record, timelines=record.timelines[: number + 1])
+        begun = any(line.id == timeline for line in past.timelines)
+        if begun and timeline is not None and not past.on_ancestry(timeline, step):
+            return line
+    return record.timelines[-1]
 
 
 def _tidy_attempts(storage: Storage, naming: layout.NamingScheme, record: RootRecord, found: Catalog) -> None:

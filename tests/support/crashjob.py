@@ -29,7 +29,7 @@ from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_STEPS = 64
+MAX_STEPS = 128
 #: A job that hangs is ended by SIGALRM.
 LIMIT_SECONDS = 60
 WIDTH = 96  # a parameter of 72 KiB is copied in the background
@@ -91,6 +91,8 @@ class Job:
         self.order = order
         self.tag: int = order["tag"]
         self.training = Training()
+        self.settings: dict[str, Any] = {"save_storage_interval": 2, "max_ckpt_num": 2, "back_pressure": "wait"}
+        self.settings |= {"signals": (), "lease_timeout": 1000.0, "lease_interval": 400.0} | order.get("settings", {})
         self._notes = os.open(order["notes"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.checkpointer: easyckpt.Checkpointer = None  # type: ignore[assignment]
         logging.getLogger("easyckpt").addHandler(_ToNotes(self))
@@ -110,10 +112,10 @@ class Job:
 
     def open(self) -> int | None:
         """Construct and load; a second try where an armed error hit the first."""
-        settings = {"save_storage_interval": 2, "max_ckpt_num": 2, "back_pressure": "wait", "signals": ()}
-        settings |= {"lease_timeout": 1000.0, "lease_interval": 400.0} | self.order.get("settings", {})
         for _ in range(2):
-            made = self.guarded("construct", easyckpt.Checkpointer, self.order["root"], self.training.state, **settings)
+            made = self.guarded(
+                "construct", easyckpt.Checkpointer, self.order["root"], self.training.state, **self.settings
+            )
             if isinstance(made, easyckpt.Checkpointer):
                 self.checkpointer = made
                 break
@@ -131,7 +133,7 @@ class Job:
         """Train one step, save it, and note what is sealed and durable now."""
         self.training.step(step, self.tag)
         self.note(finished=step)
-        if step % 3 == 0:
+        if step % 3 == 0 and not self.order.get("plain"):
             before = self.guarded("save", self.checkpointer.save, step)
             if not isinstance(before, BaseException):
                 outcome = self.guarded("result", before.result, 30)
@@ -140,7 +142,7 @@ class Job:
                 self._failed(before)
         else:
             self.guarded("save_if_needed", self.checkpointer.save_if_needed, step)
-        if step % 2 == 0:
+        if step % self.settings["save_storage_interval"] == 0:
             outcome = self.guarded("wait", self.checkpointer.wait, 30)
             if isinstance(outcome, BaseException):
                 self._failed(outcome)
@@ -199,7 +201,8 @@ def run_job(order: dict[str, Any]) -> None:
         job.checkpointer._housekeeper._renew(lease)  # as its thread does, but now
     if order.get("leave"):  # dies without a word, all of its snapshots sealed
         job.guarded("wait", job.checkpointer.wait, 30)
-        job.note(sealed=job.checkpointer.stats().last_sealed_step, left=True)
+        job.checkpointer._parts.flusher.submit(lambda: None).result()  # the rotation after the last commit has ended
+        job.note(sealed=job.checkpointer.stats().last_sealed_step or 0, left=True)
         os._exit(0)
     job.close()
 
