@@ -238,6 +238,21 @@ def test_growth_waits_for_room_within_the_budget(directory, arenas):
     assert all(arena.view(step, "t1").image[0] == step for step in (28, 29))
 
 
+@pytest.mark.parametrize(("budget_images", "most_skips"), [(1000, 12), (32, 40)])
+def test_what_grows_at_each_step_is_not_skipped_at_each_step(directory, arenas, budget_images, most_skips):
+    arena = prepared(arenas(directory, budget_bytes=budget_images * MIB))
+    skipped = 0
+    for step in range(1, 81):
+        image_bytes = MIB + step * MIB // 16
+        if not arena.ready(image_bytes):
+            arena.ensure(image_bytes, 4096)
+        skipped += not save(arena, step, step - 1, image_bytes=image_bytes)
+        assert arena.wait_ready(WAIT)
+        assert arena.nbytes <= budget_images * MIB
+    assert skipped <= most_skips
+    assert steps(arena)[-1] >= 75
+
+
 def test_a_smaller_layout_uses_the_larger_slots(directory, arenas):
     arena = prepared(arenas(directory, 2), 2 * MIB)
     before = arena.nbytes

@@ -25,6 +25,8 @@ _LOST = {
     2: "while a flush holds one, no new snapshots are taken",
     1: "a kill while a snapshot is written leaves none in memory, and none is taken during a flush",
 }
+#: Room to grow, as parts of an image: the first with which as many slots fit, the last at the cost of slots.
+_HEADROOM = (2, 8, 32)
 
 
 class Supply:
@@ -49,6 +51,7 @@ class Supply:
         self.state = threading.Condition()
         self.slots: dict[str, Slot] = {}
         self.need = (0, 0)  # bytes of image and tail that a slot must have
+        self._growths = 0
         self.wanted = self.target = wanted
         self.private = False
         self._directory, self._name, self._idle = directory, name, idle
@@ -73,7 +76,12 @@ class Supply:
     def ensure(self, image_bytes: int, tail_bytes: int) -> None:
         """Have slots of this size made; returns at once."""
         with self.state:
-            self.need = (max(PAGE, round_up(image_bytes)), max(PAGE, round_up(tail_bytes)))
+            before, tail = self.need[0], max(PAGE, round_up(tail_bytes))
+            self.need = (max(PAGE, round_up(image_bytes)), tail)
+            if self.need[0] > before > 0:
+                self._growths += 1
+                if self._growths > 1:
+                    self.need = (self._roomy(image_bytes), tail)
             self._set_target()
             self.start()
 
@@ -126,6 +134,17 @@ class Supply:
             self._give_up("it does not fit private memory either")
         elif self.target < self.wanted and self.target != before:
             self._warn_fewer(f"one takes {self._slot()} bytes")
+
+    def _roomy(self, image_bytes: int) -> int:
+        """Bytes for an image that has grown again: one that grows at each step would never find a slot ready."""
+        limit = self._private_limit() if self.private else self._budget
+        exact, tail = self.need
+        fitting = self._fitting(limit)
+        for part in _HEADROOM:
+            self.need = (round_up(image_bytes + image_bytes // part), tail)
+            if self._fitting(limit) == fitting or (part == _HEADROOM[-1] and self._fitting(limit) > 1):
+                return self.need[0]
+        return exact
 
     def _warn_fewer(self, reason: str) -> None:
         lost = _LOST.get(self.target, "snapshots are skipped more often")
