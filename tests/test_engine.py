@@ -536,3 +536,51 @@ def test_what_waits_for_a_future_does_not_hold_the_training_up(root):
         assert seen == []
         release.set()
     assert committed(root) == [1, 2]
+
+
+def test_metrics_called_step_and_time_do_not_decide_where_a_resume_cuts(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        for number in range(1, 6):
+            training.step()
+            checkpointer.log(step=number * 1000, time=0, loss=number)
+            checkpointer.save_if_needed(number)
+    again, restored = start(root)
+    with again.checkpointer as checkpointer:
+        assert restored.metrics == {"step": 5000, "time": 0, "loss": 5}
+        again.to(6, 5)
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["logged_step"], line["logged_time"]) for line in lines] == [
+        (number, number * 1000, 0) for number in range(1, 6)
+    ]
+    assert all(line["time"] > 0 for line in lines)
+
+
+def test_state_that_grows_at_each_step_is_kept_all_the_same(root):
+    """A slot made as large as the state was when it did not fit is too small again at the next step."""
+    training, _ = start(root, save_storage_interval=1000)
+    training.progress["history"] = []
+    with pytest.raises(ZeroDivisionError), training.checkpointer as checkpointer:
+        for number in range(1, 41):
+            training.step()
+            training.progress["history"].append(torch.full((5000,), float(number)))
+            checkpointer.save_if_needed(number)
+            checkpointer._parts.arena.wait_ready(60)
+        assert checkpointer.stats().counts["SnapshotSealed"] >= 25
+        raise ZeroDivisionError
+    again, restored = start(root)
+    with again.checkpointer:
+        assert (restored.step, restored.tier) == (40, "memory") or restored.step >= 36
+        assert len(again.progress["history"]) == restored.step
+
+
+def test_the_memory_belongs_to_the_user_whatever_the_environment_says(root, monkeypatch):
+    """Two jobs that name their user differently would both own the slots."""
+    first, _ = start(root)
+    with first.checkpointer:
+        for variable in ("USER", "LOGNAME", "USERNAME", "LNAME"):
+            monkeypatch.setenv(variable, "somebody-else")
+        with pytest.raises(easyckpt.errors.RootInUse, match="memory of rank 0"):
+            Training(root)
+        first.to(3)
+    assert committed(root) == [3]

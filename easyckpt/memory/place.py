@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import os
+import pwd
 import tempfile
 
 DEFAULT_DIRECTORY = "/dev/shm"  # noqa: S108 - files in it are 0600, checked for their owner, and opened without links
@@ -21,8 +21,11 @@ def memory_directory(wanted: str | None) -> tuple[str, bool]:
 
 
 def user_name() -> str:
-    """The user in the arenas' names."""
+    """The user in the arenas' names: by the kernel's number, not by $USER.
+
+    Two jobs of one user whose environments differ would each lock an owner file of its own, and share the slots.
+    """
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a container's user without a name
+        return str(os.geteuid())

@@ -17,6 +17,8 @@ from easyckpt.storage.base import Storage
 
 #: Enough for every step that can still be in memory and be committed.
 REMEMBERED_STEPS = 256
+#: What a line says by itself (resuming cuts by it), and what a value that the user gave that name is called there.
+OWN_NAMES = {"step": "logged_step", "time": "logged_time"}
 
 
 class Metrics:
@@ -65,7 +67,8 @@ class Metrics:
         lines = []
         while not self._queue.empty():
             step, values = self._queue.get()
-            record = {"step": step, "time": time.time()} | {name: _plain(value) for name, value in values.items()}
+            logged = {OWN_NAMES.get(name, name): _plain(value) for name, value in values.items()}
+            record = {"step": step, "time": time.time()} | logged
             lines.append(json.dumps(record, separators=(",", ":")))
         if lines:
             storage.append(layout.METRICS, ("\n".join(lines) + "\n").encode())
