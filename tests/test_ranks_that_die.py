@@ -205,7 +205,8 @@ def test_a_storage_that_hangs_for_good_is_given_up_on_all_ranks(paths, tmp_path)
 def test_an_io_error_of_one_rank_reaches_all_at_the_same_step(paths, straight_directory, ranks):
     root, notes = paths
     fault = armed("writer.shard.chunk", "error:ENOSPC", ranks - 1)
-    job = jobs.start(root, notes, "--step-seconds=0.02", steps=1000, ranks=ranks, settings=SETTINGS, **fault)
+    arguments = ["--step-seconds=0.02", "--hears-late=0.1", "--mischief-rank=1"]  # steps later than rank 0
+    job = jobs.start(root, notes, *arguments, steps=1000, ranks=ranks, settings=SETTINGS, **fault)
     assert job.ends(PATIENCE) == [1] * ranks
     assert job.last("error") == ["SaveFailed"] * ranks
     assert len(set(job.last("at"))) == 1

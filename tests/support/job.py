@@ -50,6 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mischief-rank", type=int, help="what follows happens on this rank only")
     parser.add_argument("--tear-at", type=int, default=-1, help="write to a parameter while its snapshot is taken")
     parser.add_argument("--skip-at", type=int, default=-1, help="there is no free slot for this step")
+    parser.add_argument("--hears-late", type=float, default=0.0, help="seconds by which rank 0's board is read late")
     parser.add_argument("--die-at", type=int, default=-1, help="SIGKILL after this step, but not after a restart")
     parser.add_argument("--hold-at", type=int, default=-1, help="after saving this step wait for ever (to be killed)")
     return parser.parse_args()
@@ -117,6 +118,18 @@ def leave_no_slot(checkpointer: easyckpt.Checkpointer, step: int) -> None:
     arena.acquire = lambda number, *rest: None if number == step else acquire(number, *rest)
 
 
+def read_late(checkpointer: easyckpt.Checkpointer, seconds: float) -> None:
+    mailbox = checkpointer._parts.mailbox
+    board = mailbox.board
+
+    def late() -> object:
+        value = board()
+        time.sleep(seconds)
+        return value
+
+    mailbox.board = late
+
+
 def main() -> None:
     if "--serve-store" in sys.argv:
         serve_store()
@@ -171,6 +184,8 @@ def main() -> None:
             checkpointer = easyckpt.Checkpointer(args.root, state, **args.settings)
             if not args.without_with:
                 stack.enter_context(checkpointer)
+            if mischief and args.hears_late:
+                read_late(checkpointer, args.hears_late)
             if mischief and args.skip_at >= 0:
                 leave_no_slot(checkpointer, args.skip_at)
             first = 0
