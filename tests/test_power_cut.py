@@ -264,7 +264,7 @@ def test_a_power_cut_anywhere_keeps_what_was_reported_durable(recording, workpla
         recording, workplace, (NOTHING_UNSYNCED, METADATA_ZEROS, EVERYTHING, RANDOM[0]), restart_each=60
     )
     assert cuts == 4 * (len(recording.storage.operations) + 1)
-    assert different > 100
+    assert different > 50
 
 
 @pytest.mark.soak

@@ -90,7 +90,7 @@ class Job:
     def __init__(self, order: dict[str, Any]) -> None:
         self.order = order
         self.tag: int = order["tag"]
-        self.training = Training()
+        self.training = Training(order.get("width", WIDTH))
         self.settings: dict[str, Any] = {"save_storage_interval": 2, "max_ckpt_num": 2, "back_pressure": "wait"}
         self.settings |= {"signals": (), "lease_timeout": 1000.0, "lease_interval": 400.0} | order.get("settings", {})
         self._notes = os.open(order["notes"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

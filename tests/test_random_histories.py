@@ -1,0 +1,346 @@
+"""Random lives of a job against a model: train, save, fail, die, forget, rot, go back, go on.
+
+The model knows for each step of the line in force by whom it was made, what was reported durable, and what was sealed
+in a memory that survived. Whatever happens, a restart gives exactly such a state, and none older than the newest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from easyckpt import Checkpointer, catalog, failpoints
+from easyckpt.errors import EasyckptError, OutcomeUnknown, SaveError
+from easyckpt.format import layout
+from easyckpt.storage.local import LocalStorage
+from tests.support.crashjob import MAX_STEPS, Starts, Training, leftovers
+
+WIDTH = 6
+SETTINGS = {"save_storage_interval": 4, "max_ckpt_num": 2, "back_pressure": "wait", "signals": (), "slots": 3}
+LEASE = {"lease_timeout": 0.2, "lease_interval": 0.05}
+PLACES = (
+    "line.open.before",
+    "line.opened",
+    "line.set_aside",
+    "writer.shard.chunk",
+    "writer.index.synced",
+    "commit.reported",
+    "commit.manifest.written",
+    "commit.rename.before",
+    "commit.rename.after",
+    "commit.durable",
+    "commit.latest.after",
+    "retention.rename.before",
+    "retention.rename.after",
+    "retention.delete",
+    "storage.write.before",
+    "storage.sync.before",
+    "storage.sync_dir.before",
+    "storage.rename.before",
+    "storage.rename.after",
+    "storage.replace.written",
+    "storage.remove.before",
+    "slot.seal.before",
+    "slot.seal.payload",
+    "slot.seal.after",
+)
+BACKGROUND = [place for place in PLACES if not place.startswith("slot.")]
+
+
+class Life(RuleBasedStateMachine):
+    """`line`: who made each step of the line in force. `live`: the same of the state in the running process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self.place = Path(tempfile.mkdtemp(prefix="easyckpt-lives-", dir=parent))
+        self.starts = Starts(self.place, self.place / "memory")
+        self.root = self.starts.root
+        self.tag = 0
+        self.line: list[int] = []
+        self.durable: dict[int, list[int]] = {}
+        self.perhaps: dict[int, list[int]] = {}
+        """Of unknown outcome: may be restored, need not."""
+        self.sealed: dict[int, list[int]] = {}
+        self.lines_known = 0
+        self.checkpointer: Checkpointer | None = None
+        self.training = Training(WIDTH)
+        self.live: list[int] = []
+        self.fork = 0
+        self.tier: str | None = None
+        self.rotten: set[str] = set()
+
+    # -- what is known
+
+    @property
+    def storage(self) -> LocalStorage:
+        return LocalStorage(self.root)
+
+    def lines_in_root(self) -> int:
+        record = catalog.read_root(self.storage) if self.root.exists() else None
+        return 0 if record is None else len(record.timelines)
+
+    def note_opened(self, fork: int, live: list[int]) -> None:
+        """Whether this process has opened its line: then the steps past the fork are no more."""
+        if self.lines_in_root() == self.lines_known:
+            return
+        self.lines_known = self.lines_in_root()
+        for known in (self.durable, self.perhaps, self.sealed):
+            for step in [step for step in known if step > fork]:
+                del known[step]
+        self.line = live[:fork]
+
+    def must(self) -> int:
+        return max([0, *self.durable, *self.sealed])
+
+    def check_restored(self, step: int, history: list[int], problem: str | None) -> None:
+        assert problem is None
+        assert len(history) == step
+        assert step >= self.must(), f"restored {step}; durable {[*self.durable]}, sealed {[*self.sealed]}"
+        everything = self.durable | self.perhaps | self.sealed
+        assert step == 0 or history == everything.get(step, self.line[:step]), "of an abandoned line"
+
+    # -- a process of our own
+
+    @initialize()
+    def begin(self) -> None:
+        self.start()
+
+    @precondition(lambda self: self.checkpointer is None)
+    @rule()
+    def start(self) -> None:
+        self.tag = self.starts.count = self.starts.count + 1
+        self.training = Training(WIDTH)
+        memory = str(self.starts.memory_dir)
+        self.checkpointer = Checkpointer(self.root, self.training.state, memory_dir=memory, **SETTINGS, **LEASE)
+        restored = self.checkpointer.load()
+        self.check_restored(restored.step, self.training.history, self.training.problem())
+        self.fork, self.live, self.tier = restored.step, self.training.history, restored.tier
+
+    def running(self) -> bool:
+        return self.checkpointer is not None and len(self.live) < MAX_STEPS - 8
+
+    @precondition(running)
+    @rule(steps=st.integers(1, 5))
+    def train(self, steps: int) -> None:
+        assert self.checkpointer is not None
+        for _ in range(steps):
+            self.step()
+            self.checkpointer.save_if_needed(len(self.live))
+            self.checkpointer.wait(60)
+            self.learn()
+
+    def step(self) -> None:
+        self.training.step(len(self.live) + 1, self.tag)
+        self.live = [*self.live, self.tag]
+
+    def learn(self) -> None:
+        """After a save: what is durable and sealed now."""
+        assert self.checkpointer is not None
+        self.note_opened(self.fork, self.live)
+        stats = self.checkpointer.stats()
+        for step, known in ((stats.last_committed_step, self.durable), (stats.last_sealed_step, self.sealed)):
+            if step is not None and self.fork < step <= len(self.live):
+                known[step] = self.live[:step]
+        self.line = self.live if self.lines_known == self.lines_in_root() and self.opened() else self.line
+
+    def opened(self) -> bool:
+        assert self.checkpointer is not None
+        return self.checkpointer._saver.identity is not None
+
+    @precondition(running)
+    @rule()
+    def save(self) -> None:
+        assert self.checkpointer is not None
+        self.step()
+        self.checkpointer.save(len(self.live), wait=True)
+        self.learn()
+        assert len(self.live) in self.durable
+
+    @precondition(running)
+    @rule(
+        place=st.sampled_from(BACKGROUND),
+        number=st.integers(1, 3),
+        error=st.sampled_from(["ENOSPC", "EIO"]),
+    )
+    def save_with_an_error(self, place: str, number: int, error: str) -> None:
+        assert self.checkpointer is not None
+        self.step()
+        step = len(self.live)
+        failpoints.arm(f"{place}@{number}=error:{error}")
+        failure: Exception | None = None
+        try:
+            self.checkpointer.save(step, wait=True)
+        except (EasyckptError, OSError) as raised:
+            failure = raised
+        self.checkpointer._parts.flusher.submit(lambda: None).result()  # also what comes after the commit
+        failpoints.arm("")
+        for _ in range(2):
+            try:
+                self.checkpointer.wait(60)
+                break
+            except SaveError:
+                assert failure is not None, "a failure of a save that had said it was durable"
+        self.learn()
+        entry = catalog.inspect(self.storage, layout.step_dir(step))
+        if failure is None:
+            assert step in self.durable
+            assert entry.valid
+        elif isinstance(failure, OutcomeUnknown):
+            self.perhaps[step] = self.live
+        elif entry.valid:
+            assert catalog.read_root(self.storage).timelines[-1].id != entry.timeline, f"{failure}, but it is committed"
+
+    @precondition(running)
+    @rule(which=st.integers(0, 9))
+    def go_back(self, which: int) -> None:
+        """To a checkpoint that the line in force has, by name, in the running process."""
+        assert self.checkpointer is not None
+        steps = sorted(step for step in self.durable if self.good(step))
+        if not steps:
+            return
+        step = steps[which % len(steps)]
+        restored = self.checkpointer.load(step=step)
+        assert restored.step == step
+        assert self.training.problem() is None
+        assert self.training.history == self.durable[step]
+        self.fork, self.live = step, self.training.history
+
+    def good(self, step: int) -> bool:
+        entry = catalog.inspect(self.storage, layout.step_dir(step))
+        return entry.valid and not catalog.verify(self.storage, entry)
+
+    # -- its ends
+
+    @precondition(lambda self: self.checkpointer is not None)
+    @rule()
+    def close(self) -> None:
+        assert self.checkpointer is not None
+        opened, checkpointer = self.opened(), self.checkpointer
+        checkpointer.close()
+        self.checkpointer = None
+        newest = checkpointer.stats().last_sealed_step or 0
+        if opened and self.fork < newest <= len(self.live):
+            self.durable[newest] = self.live[:newest]
+        elif not opened and self.tier == "memory" and self.fork > max(self.durable, default=0):
+            self.durable[self.fork] = self.live  # restored from memory, and ended at once
+        if self.durable:
+            assert self.good(max(self.durable))
+        if opened:
+            assert leftovers(self.root) == []
+        if not [path for path in self.starts.memory_dir.iterdir() if path.suffix not in (".owner", ".lock")]:
+            self.sealed = {}
+
+    @precondition(lambda self: self.checkpointer is not None)
+    @rule(memory=st.booleans())
+    def die(self, memory: bool) -> None:
+        assert self.checkpointer is not None
+        self.checkpointer.abandon()
+        self.checkpointer = None
+        if not memory:
+            self.lose_memory()
+
+    def lose_memory(self) -> None:
+        self.starts.wipe_memory()
+        self.sealed = {}
+
+    @precondition(lambda self: self.checkpointer is None)
+    @rule(data=st.data())
+    def rot_the_newest(self, data) -> None:
+        """Bytes of the newest checkpoint change, if another good one is left."""
+        good = [step for step in self.durable if self.good(step)]
+        if len(good) < 2:
+            return
+        step = max(good)
+        if step in self.sealed or any(newer > step for newer in self.perhaps):
+            return
+        path = self.root / layout.step_dir(step) / layout.shard_file(0)
+        content = bytearray(path.read_bytes())
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1
+        path.write_bytes(content)
+        self.rotten.add(catalog.read_manifest(self.storage, layout.step_dir(step)).attempt)
+        del self.durable[step]
+
+    @precondition(lambda self: self.checkpointer is None and len(self.line) < MAX_STEPS - 16)
+    @rule(place=st.sampled_from(PLACES), number=st.integers(1, 6), memory=st.booleans())
+    def killed_in_a_child(self, place: str, number: int, memory: bool) -> None:
+        notes = self.starts.start(
+            steps=6, width=WIDTH, armed=f"{place}@{number}=kill", settings=SETTINGS | LEASE, plain=True, leave=True
+        )
+        restored = notes.restored
+        self.check_restored(restored["restored"], restored["history"], restored["problem"])
+        fork = restored["restored"]
+        live = restored["history"] + [notes.tag] * (
+            notes.newest("finished") - fork if notes.newest("finished") > 0 else 0
+        )
+        self.note_opened(fork, live)
+        if self.lines_known and notes.newest("finished") > 0:
+            self.line = live
+        for key, known in (("durable", self.durable), ("sealed", self.sealed)):
+            step = notes.newest(key)
+            if step > fork:
+                known[step] = live[:step]
+        if not memory:
+            self.lose_memory()
+
+    # -- always
+
+    @invariant()
+    def what_is_committed_is_whole(self) -> None:
+        if not self.root.exists():
+            return
+        record = catalog.read_root(self.storage)
+        for entry in catalog.scan(self.storage).of_kind("committed"):
+            assert entry.valid, entry.problem
+            assert entry.manifest is not None
+            if entry.manifest.attempt not in self.rotten and self.checkpointer is None:
+                assert catalog.verify(self.storage, entry) == []
+        newest = max(self.durable, default=None)
+        if newest is not None:
+            entry = catalog.inspect(self.storage, layout.step_dir(newest))
+            assert entry.valid, f"step {newest} was durable: {entry.problem}"
+            assert record is not None
+            assert record.on_ancestry(str(entry.timeline), newest)
+
+    def teardown(self) -> None:
+        failpoints.arm("")
+        if self.checkpointer is not None:
+            self.checkpointer.abandon()
+        shutil.rmtree(self.place, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.CRITICAL, logger="easyckpt")
+
+
+COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": False}
+
+
+def test_a_restart_always_finds_the_newest_that_was_whole():
+    run_state_machine_as_test(
+        Life, settings=settings(max_examples=8, stateful_step_count=14, derandomize=True, **COMMON)
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_restart_always_finds_the_newest_that_was_whole_in_long_lives():
+    run_state_machine_as_test(
+        Life, settings=settings(max_examples=300, stateful_step_count=40, database=None, **COMMON)
+    )
