@@ -116,9 +116,9 @@ def test_many_small_leaves_are_not_all_copied_at_once() -> None:
 def test_large_moves_let_go_of_the_gil() -> None:
     """What is copied in the background, and what is large, is moved by a function that releases the GIL."""
     holds = ctypes._FUNCFLAG_PYTHONAPI  # type: ignore[attr-defined]
-    assert not raw_memory._move._flags_ & holds  # type: ignore[attr-defined]
+    assert not raw_memory.move_large._flags_ & holds  # type: ignore[attr-defined]
     assert not raw_memory._compare._flags_ & holds  # type: ignore[attr-defined]
-    assert raw_memory._move_holding_gil._flags_ & holds  # type: ignore[attr-defined]
+    assert raw_memory.move_small._flags_ & holds  # type: ignore[attr-defined]
 
 
 def test_words_at_addresses() -> None:
@@ -137,7 +137,7 @@ from torch import nn
 from support.staged import Rig
 from easyckpt.saving import copying
 copying.SMALL_LEAVES = (1,)
-parameters = [nn.Parameter(torch.randn(64)) for _ in range(5000)]  # eight probes each: above torch's grain size
+parameters = [nn.Parameter(torch.randn(64)) for _ in range(10_000)]  # four probes each: above torch's grain size
 optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=False)
 for p in parameters:
     p.grad = torch.ones_like(p)

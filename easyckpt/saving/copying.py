@@ -20,7 +20,7 @@ from easyckpt.format.image import ITEM_BYTES, Layout, Leaf
 from easyckpt.memory.slot import Slot
 from easyckpt.saving import raw_memory
 from easyckpt.saving.gathering import WORTH_IT, Gather, is_tiny
-from easyckpt.saving.raw_memory import WORD
+from easyckpt.saving.raw_memory import SMALL_BYTES, WORD
 from easyckpt.saving.worker import Worker
 from easyckpt.state.capture import Capture
 
@@ -30,7 +30,7 @@ LATE_COPY = failpoints.declare("staging.copy", "one tensor is about to be copied
 SMALL_LEAVES = (32 << 10, 16 << 10, 8 << 10, 4 << 10, 2 << 10, 1 << 10)
 SMALL_TOTAL_BYTES = 8 << 20
 #: Words looked at in each late leaf: in its first and last element, and in others in between.
-PROBES = 8
+PROBES = 4
 #: Stays below torch's grain size: above it the background thread would start an OpenMP pool of its own.
 PROBED_AT_ONCE = 8 << 10
 GOLDEN_RATIO = 0.6180339887
@@ -131,12 +131,22 @@ class Arrival:
         self._sources, self._numbers, self._versions = [], [], []
 
 
-@dataclass(slots=True)
 class _Probes:
     """Where to look, in the order of the late leaves: PROBES times each."""
 
-    offsets: torch.Tensor  # in the leaf
-    places: torch.Tensor  # in the image
+    def __init__(self, offsets: list[int], places: list[int]) -> None:
+        self._offsets = torch.tensor(offsets, dtype=torch.int64).view(-1, PROBES)
+        self.places = torch.tensor(places, dtype=torch.int64)
+        """In the image."""
+        self._pointers: list[int] = []
+        self._addresses = self._offsets.view(-1)
+
+    def words(self, pointers: list[int]) -> torch.Tensor:
+        """What is there now, in leaves that begin at `pointers`."""
+        if pointers != self._pointers:
+            self._pointers = pointers
+            self._addresses = (torch.tensor(pointers, dtype=torch.int64).view(-1, 1) + self._offsets).view(-1)
+        return raw_memory.words_at(self._addresses)
 
 
 @dataclass(slots=True)
@@ -146,7 +156,8 @@ class _CopyPlan:
     facts: object
     late: Sequence[int]
     tiny: Gather | None
-    early_moves: list[tuple[int, int, int]]  # number, offset, size
+    early_small: list[tuple[int, int, int]]  # number, offset, size
+    early_large: list[tuple[int, int, int]]
     early_strided: list[tuple[int, int, int]]
     late_numbers: list[int]
     late_moves: list[tuple[int, int]]  # offset, size
@@ -162,7 +173,7 @@ class CpuCopyJob(Arrival):
         self._plan, self._base = plan, base
         self._pointers = [capture.pointers[number] for number in plan.late_numbers]
         self._memory = list(map(torch.Tensor.untyped_storage, sources))
-        self._expected = self._probe(torch.tensor(self._pointers, dtype=torch.int64), plan.probes.offsets)
+        self._expected = plan.probes.words(self._pointers)
         self._torn: list[int] = []
 
     def wait_before_step(self) -> None:
@@ -175,7 +186,7 @@ class CpuCopyJob(Arrival):
         try:
             for pointer, (offset, size) in zip(self._pointers, self._plan.late_moves, strict=True):
                 failpoints.hit(LATE_COPY)
-                raw_memory.move_in_background(self._base + offset, pointer, size)
+                raw_memory.move_large(self._base + offset, pointer, size)
             self._torn = self._differing_probes()
         except BaseException as failure:  # noqa: BLE001 - it belongs to the snapshot
             error = failure
@@ -195,10 +206,6 @@ class CpuCopyJob(Arrival):
         """See CopyJob."""
         return sorted({*self._torn, *super().written_to()})
 
-    @staticmethod
-    def _probe(pointers: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return raw_memory.words_at((pointers.view(-1, 1) + offsets.view(-1, PROBES)).view(-1))
-
 
 class CpuCopier:
     """Copies CPU tensors by memmove."""
@@ -212,11 +219,12 @@ class CpuCopier:
         plan = self._plan
         if plan is None or plan.facts is not capture.early or plan.late is not late:
             plan = self._plan = _make_plan(capture, late)
-        base, pointers, move = slot.address, capture.pointers, raw_memory.move
+        base, pointers = slot.address, capture.pointers
         if plan.tiny is not None:
             plan.tiny.copy(capture, slot)
-        for number, offset, size in plan.early_moves:
-            move(base + offset, pointers[number], size)
+        for move, moves in ((raw_memory.move_small, plan.early_small), (raw_memory.move_large, plan.early_large)):
+            for number, offset, size in moves:
+                move(base + offset, pointers[number], size)
         for number, offset, size in plan.early_strided:
             raw_memory.move_strided(base + offset, capture.sources[number], size)
         job = CpuCopyJob(capture, plan, base)
@@ -275,26 +283,25 @@ def _make_plan(capture: Capture, late: Sequence[int]) -> _CopyPlan:
     early = [(n, leaf.offset, leaf.nbytes) for n, leaf in enumerate(leaves) if n not in chosen and leaf.nbytes]
     tiny = [move[0] for move in early if is_tiny(capture, move[0])]
     gathered = set(tiny) if len(tiny) >= WORTH_IT else set()
+    dense = [move for move in early if move[0] not in capture.strided and move[0] not in gathered]
     offsets = [offset for number in numbers for offset in _probed(leaves[number])]
     starts = [leaves[number].offset for number in numbers for _ in range(PROBES)]
     return _CopyPlan(
         facts=capture.early,
         late=late,
         tiny=Gather(capture, tiny) if gathered else None,
-        early_moves=[move for move in early if move[0] not in capture.strided and move[0] not in gathered],
+        early_small=[move for move in dense if move[2] < SMALL_BYTES],
+        early_large=[move for move in dense if move[2] >= SMALL_BYTES],
         early_strided=[move for move in early if move[0] in capture.strided],
         late_numbers=numbers,
         late_moves=[(leaves[number].offset, leaves[number].nbytes) for number in numbers],
-        probes=_Probes(
-            torch.tensor(offsets, dtype=torch.int64),
-            torch.tensor([a + b for a, b in zip(starts, offsets, strict=True)], dtype=torch.int64),
-        ),
+        probes=_Probes(offsets, [start + offset for start, offset in zip(starts, offsets, strict=True)]),
     )
 
 
 def _can_be_probed(capture: Capture, number: int) -> bool:
     leaf = capture.layout.leaves[number]
-    return not (capture.pointers[number] % WORD or leaf.offset % WORD) and leaf.nbytes >= 2 * WORD * PROBES
+    return not (capture.pointers[number] % WORD or leaf.offset % WORD) and leaf.nbytes >= 4 * WORD * PROBES
 
 
 def _probed(leaf: Leaf) -> list[int]:

@@ -17,8 +17,8 @@ from easyckpt.state.capture import Capture
 
 #: Each word needs 16 bytes of memory to say where it goes: at most 1 KB a tensor.
 TINY_BYTES = 256
-#: Fewer are moved one by one.
-WORTH_IT = 32
+#: Fewer are moved one by one: below that the calls cost more than the moves.
+WORTH_IT = 512
 
 
 class Gather:

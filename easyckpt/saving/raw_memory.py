@@ -15,10 +15,12 @@ from easyckpt.state.tensors import copy_exact
 #: Below this size a move holds the GIL.
 SMALL_BYTES = 32 << 10
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move_holding_gil = ctypes.PyDLL(None).memmove
-_move_holding_gil.argtypes, _move_holding_gil.restype = _ARGUMENTS, None
-_move = ctypes.CDLL(None).memmove
-_move.argtypes, _move.restype = _ARGUMENTS, None
+#: (destination, source, bytes); for small pieces: it holds the GIL.
+move_small = ctypes.PyDLL(None).memmove
+move_small.argtypes, move_small.restype = _ARGUMENTS, None
+#: The same, letting go of the GIL.
+move_large = ctypes.CDLL(None).memmove
+move_large.argtypes, move_large.restype = _ARGUMENTS, None
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes, _compare.restype = _ARGUMENTS, ctypes.c_int
 
@@ -30,12 +32,7 @@ _everything = torch.frombuffer((ctypes.c_char * (1 << 62)).from_address(_FIRST),
 
 def move(destination: int, source: int, nbytes: int) -> None:
     """Copy `nbytes` from address to address; lets go of the GIL where that pays."""
-    (_move_holding_gil if nbytes < SMALL_BYTES else _move)(destination, source, nbytes)
-
-
-def move_in_background(destination: int, source: int, nbytes: int) -> None:
-    """The same, and always lets go of the GIL."""
-    _move(destination, source, nbytes)
+    (move_small if nbytes < SMALL_BYTES else move_large)(destination, source, nbytes)
 
 
 def equal(one: int, other: int, nbytes: int) -> bool:
