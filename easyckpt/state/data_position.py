@@ -18,6 +18,7 @@ batches that a loader's subclass fetches ahead in the main process.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -248,11 +249,7 @@ def _parse(saved: Mapping[str, Any]) -> _Position:
     def tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {str(part): state.clone() for part, state in states.items()}
 
-    start = {
-        kind: state.clone() if isinstance(state, torch.Tensor) else {**state, "words": state["words"].clone()}
-        for kind, state in saved["start"].items()
-        if state is not None
-    }
+    start = copy.deepcopy(dict(saved["start"]))
     consumed = int(saved["consumed"])
     if consumed > 0 and not {"torch", "python"} <= start.keys():
         raise ValueError("the generators at the epoch's start are missing")

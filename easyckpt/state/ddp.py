@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from easyckpt.errors import UsageError
-from easyckpt.state.generators import host_generators, set_host_generators
+from easyckpt.state.generators import cuda_generators, host_generators, set_host_generators
 
 MAX_RUNS = 4
 """One to note the order, one to rebuild; more only where a run did not reduce gradients."""
@@ -94,7 +94,7 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     # A copy too: with gradient_as_bucket_view a gradient's memory belongs to the buckets, and is written.
     values = [None if gradient is None else gradient.detach().clone() for _, gradient in gradients]
-    generators, cuda = host_generators(), _cuda_states()
+    generators, cuda = host_generators(), [(generator, generator.get_state()) for generator in cuda_generators()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -111,12 +111,6 @@ def _as_before(model: nn.Module) -> Iterator[None]:
         set_host_generators(generators)
         for generator, state in cuda:
             generator.set_state(state)
-
-
-def _cuda_states() -> list[tuple[torch.Generator, torch.Tensor]]:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        return []
-    return [(generator, generator.get_state()) for generator in torch.cuda.default_generators]
 
 
 def _parameter_digests(model: nn.Module) -> dict[str, bytes]:

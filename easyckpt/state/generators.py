@@ -1,4 +1,4 @@
-"""The host's global generators (Python, NumPy, torch CPU) as plain values, for code that draws and must undo it."""
+"""The global generators of this process (Python, NumPy, torch) as plain values and tensors: read, put back, seeded."""
 
 from __future__ import annotations
 
@@ -9,27 +9,22 @@ from typing import Any
 
 import torch
 
-_Words = dict[str, Any]
-
 
 def host_generators() -> dict[str, Any]:
-    """The states of the global generators, in tensors and plain values; NumPy's only where NumPy is in use."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _python_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random") and (words := _numpy_state(numpy)) is not None:
-        states["numpy"] = words
+    """The states of those on the host, in tensors and plain values; NumPy's only where NumPy is in use."""
+    states: dict[str, Any] = {"python": _python_state(), "torch": torch.get_rng_state()}
+    if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
+        states["numpy"] = _numpy_state(numpy)
     return states
 
 
 def set_host_generators(states: Mapping[str, Any]) -> None:
     """Put back what `host_generators` returned."""
-    torch.set_rng_state(states["torch"])
     python = states["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    numpy, words = sys.modules.get("numpy"), states.get("numpy")
-    if numpy is not None and words is not None:
-        key = numpy.array(words["words"].tolist(), dtype=numpy.uint32)
-        numpy.random.set_state(("MT19937", key, words["place"], words["has_gauss"], words["gauss"]))
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        _set_numpy_state(states["numpy"])
 
 
 def seed_host_generators(seed: int) -> None:
@@ -40,15 +35,31 @@ def seed_host_generators(seed: int) -> None:
         numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32])
 
 
-def _python_state() -> _Words:
+def cuda_generators() -> tuple[torch.Generator, ...]:
+    """The default generator of every device, once this process uses CUDA. Reading their states wakes no device."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.default_generators
+    return ()
+
+
+def _python_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
 
 
-def _numpy_state(numpy: Any) -> _Words | None:
-    state = numpy.random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":  # the user put another one behind numpy.random: not ours to understand
-        return None
-    words = torch.tensor(state["state"]["key"].tolist(), dtype=torch.int64)
-    place, has_gauss, gauss = int(state["state"]["pos"]), int(state["has_gauss"]), float(state["gauss"])
-    return {"words": words, "place": place, "has_gauss": has_gauss, "gauss": gauss}
+def _numpy_state(numpy: Any) -> dict[str, Any]:
+    state: dict[str, Any] = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] == "MT19937":  # its words as a tensor: that costs less at each save
+        words = torch.from_numpy(state["state"]["key"].astype(numpy.int64))
+        state = {**state, "state": {**state["state"], "key": words}}
+    return state
+
+
+def _set_numpy_state(state: dict[str, Any]) -> None:
+    import numpy as np  # noqa: PLC0415  (only where the saved job had it in use)
+
+    key = state["state"].get("key")
+    if isinstance(key, torch.Tensor):
+        words = np.array(key.tolist(), dtype=np.uint32)
+        state = {**state, "state": {**state["state"], "key": words}}
+    np.random.set_state(state)

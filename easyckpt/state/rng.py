@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from easyckpt.format.codec import Json
 from easyckpt.state.components import Fetch, Ref, Saved, owned
+from easyckpt.state.generators import cuda_generators, host_generators, set_host_generators
 from easyckpt.state.objects import EncodedComponent
 
 #: The component that every state has without being asked.
@@ -31,12 +32,10 @@ class RngComponent(EncodedComponent):
 
     @override
     def value(self) -> Any:
-        value: dict[str, Any] = {"python": _python_state(), "torch": torch.get_rng_state()}
-        if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
-            value["numpy"] = _numpy_state(numpy)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        value = host_generators()
+        if cuda := cuda_generators():
             # Seed and offset lie on the host: reading them waits for nothing and wakes no device.
-            value["cuda"] = [generator.get_state() for generator in torch.cuda.default_generators]
+            value["cuda"] = [generator.get_state() for generator in cuda]
         return value
 
     @override
@@ -69,38 +68,11 @@ def _is_state(saved: Saved, tree: Json, dtype: str, length: int) -> bool:
     return isinstance(ref, Ref) and ref.leaf.dtype == dtype and ref.leaf.shape == (length,)
 
 
-def put_back(value: dict[str, Any]) -> None:
+def put_back(value: Mapping[str, Any]) -> None:
     """Set all global generators to what `RngComponent.value` has returned."""
-    python = value["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    torch.set_rng_state(value["torch"])
-    if "numpy" in value:
-        _set_numpy_state(value["numpy"])
+    set_host_generators(value)
     if "cuda" in value:
         _set_cuda_states(value["cuda"])
-
-
-def _python_state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
-
-
-def _numpy_state(numpy: Any) -> dict[str, Any]:
-    state: dict[str, Any] = numpy.random.get_state(legacy=False)
-    if state["bit_generator"] == "MT19937":
-        words = torch.from_numpy(state["state"]["key"].astype(numpy.int64))
-        state = {**state, "state": {**state["state"], "key": words}}
-    return state
-
-
-def _set_numpy_state(state: dict[str, Any]) -> None:
-    import numpy as np  # noqa: PLC0415  (only where the saved job had it in use)
-
-    key = state["state"].get("key")
-    if isinstance(key, torch.Tensor):
-        words = np.array(key.tolist(), dtype=np.uint32)
-        state = {**state, "state": {**state["state"], "key": words}}
-    np.random.set_state(state)
 
 
 def _set_cuda_states(states: list[torch.Tensor]) -> None:
