@@ -75,6 +75,41 @@ def test_the_floor_is_the_newest_step_that_every_rank_holds():
     assert group.turn().floor == 4
 
 
+def test_snapshots_that_another_rank_has_passed_without_are_useless():
+    group = Group(2)
+    group.tell(0, sealed=(5, 6, 7), step=7)
+    group.tell(1, sealed=(5,), step=7)  # 6 was skipped there; 7 may be on its way
+    group.turn()
+    assert (group.board.floor, group.board.useless) == (5, ())
+    group.tell(1, sealed=(5, 8), step=8)
+    assert group.turn().useless == (6,)
+    group.tell(0, sealed=(5, 8), step=9)
+    group.tell(1, sealed=(5, 8), step=9)
+    group.turn()
+    assert (group.board.floor, group.board.useless) == (8, ())
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_ranks_that_skip_different_steps_never_block_each_other(slots):
+    """Two ranks with few slots, each skipping when none is free by the reuse rule: the floor goes on rising."""
+    group = Group(2)
+    holds: list[set[int]] = [set(), set()]
+    floors = []
+    for step in range(1, 60):
+        for rank in range(2):
+            board = group.board
+            reusable = {s for s in holds[rank] if s < board.floor or s in board.useless}
+            if (step + 3 * rank) % 7 == 0:  # this rank discards the snapshot alone
+                pass
+            elif len(holds[rank]) < slots or reusable:
+                if len(holds[rank]) == slots:
+                    holds[rank].remove(min(reusable))
+                holds[rank].add(step)
+            group.tell(rank, sealed=tuple(sorted(holds[rank])), step=step)
+        floors.append(group.turn().floor)
+    assert all(later > earlier for earlier, later in zip(floors[10::15], floors[25::15], strict=False))
+
+
 def test_a_due_flush_waits_for_the_slowest_rank_then_compares_writes_and_commits():
     group = Group(2)
     group.leader.add_due(Due(10, forced=False))
@@ -204,6 +239,33 @@ def test_a_signal_on_one_rank_flushes_the_floor_and_ends():
     group.finish()
     assert group.turn().emergency_over
     assert group.outcomes() == [(None, 7, "committed")]
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_an_emergency_ends_with_the_newest_snapshot_at_the_signal_though_training_goes_on(running):
+    group = Group(2)
+    group.seal(3)
+    if running:
+        group.leader.add_due(Due(3, forced=False))
+        group.turn()
+    group.seal(4)
+    group.tell(1, emergency=True)
+    group.turn()
+    flushed = []
+    for step in range(5, 50):
+        group.seal(step - 1, step)
+        if group.board.emergency_over:
+            break
+        if group.board.flush is not None and not group.works:
+            group.report_all()
+        if group.works:
+            flushed.append(group.works[0].flush.step)
+            group.finish()
+            group.see()
+    assert group.board.emergency_over
+    assert group.now < POLICY.signal_deadline
+    assert flushed[-1] >= 4
+    assert len(flushed) <= 2 + running
 
 
 def test_an_emergency_that_fails_is_over_and_not_tried_for_ever():

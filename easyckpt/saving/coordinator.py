@@ -56,6 +56,7 @@ class Coordinator:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.floor = -1
+        self.useless: frozenset[int] = frozenset()
         self.committed = -1
         self.emergency_over = threading.Event()
         self.in_emergency = False
@@ -71,6 +72,12 @@ class Coordinator:
         self._board = Board()
         self._published: Board | None = None
         self._waiting: dict[int, Future[int]] = {}
+        self._forced: set[int] = set()
+        """Those of them that are asked for by name, and never skipped."""
+        self._early: dict[int, Decision] = {}
+        """Decisions about due steps that this rank's training has not come to yet: rank 0 may be ahead of it."""
+        self._asked = -1
+        """Newest step that was due here."""
         self._held: dict[int, int] = {}
         self._held_attempt: str | None = None
         self._live: LiveSnapshot | None = None
@@ -98,7 +105,8 @@ class Coordinator:
         with self.lock:
             floor = -1 if adopted is None else adopted[1]
             self._timeline, self._adopted = timeline, adopted
-            self.committed, self.floor = committed, floor
+            self.committed, self.floor, self.useless = committed, floor, frozenset()
+            self._early, self._asked = {}, -1
             line = self._post.line + 1
             self._post = replace(self._post, line=line, step=max(committed, floor), missing=())
             if self._leader is not None:
@@ -123,14 +131,30 @@ class Coordinator:
                 return _resolved(step)
             if self._error is not None:
                 return _failed(self._error)
+            self._asked = max(self._asked, step)
+            early = self._take_early(step, forced)
+            if early is not None:
+                return early
             future = self._waiting.get(step)
+            new = future is None
             if future is None:
                 future = self._waiting[step] = _promised()
                 self._hold(step)
-                if self._leader is not None:
-                    self._leader.add_due(Due(step, forced))
+            if forced:
+                self._forced.add(step)
+            if self._leader is not None and (new or forced):
+                self._leader.add_due(Due(step, forced))
         self._wake.set()
         return future
+
+    def _take_early(self, step: int, forced: bool) -> Future[int] | None:
+        """What was decided about `step` before this rank came to it. Called under `lock`."""
+        decision = self._early.pop(step, None)
+        self._early = {other: early for other, early in self._early.items() if other > step}
+        if decision is None or (forced and decision.outcome == "skipped"):
+            return None
+        error = _error_of(decision)
+        return _resolved(decision.step) if error is None else _failed(error)
 
     def lacks(self, step: int) -> None:
         """There is no snapshot of the due `step` on this rank, and never will be."""
@@ -324,6 +348,7 @@ class Coordinator:
                     future = self._take(decision)
                     decided += [(future, decision)] if future is not None else []
             self.floor = max(self.floor, board.floor)
+            self.useless = frozenset(board.useless)
             self.in_emergency = self.in_emergency or board.emergency
             self._board = board
             self.changed.notify_all()
@@ -364,9 +389,15 @@ class Coordinator:
         if decision.attempt is not None:
             self._release(decision.step)
             self._part.end()
-        if decision.due is not None and decision.due in self._waiting:
-            self._release(decision.due)
-            future = self._waiting.pop(decision.due)
+        due = decision.due
+        if due in self._forced and decision.outcome == "skipped":
+            pass  # meant for the due flush of the same step; the one that was asked for is still to come
+        elif due is not None and due in self._waiting:
+            self._release(due)
+            self._forced.discard(due)
+            future = self._waiting.pop(due)
+        elif due is not None and due > self._asked:
+            self._early[due] = decision
         self._record(decision, _error_of(decision))
         return future
 
@@ -464,6 +495,7 @@ class Coordinator:
         """Futures that get no decision any more. Called under `lock`; to be resolved without it."""
         waiting = list(self._waiting.values())
         self._waiting.clear()
+        self._forced.clear()
         return waiting
 
 

@@ -57,6 +57,7 @@ class Leader:
         self.committed = -1
         self.share: bool | None = True if world_size == 1 else None
         self.floor = -1
+        self._useless: tuple[int, ...] = ()
         self._line = 0
         self._world_size = world_size
         self._policy = policy
@@ -72,6 +73,7 @@ class Leader:
         self._pace = _Pace()
         self._emergency_deadline: float | None = None
         self._emergency_over = False
+        self._emergency_floor = -1
         self._preempt_at = 0
         self._failed_floor = -1
         self._closing_since: float | None = None
@@ -86,9 +88,12 @@ class Leader:
     def begin_line(self, line: int, committed: int, floor: int) -> None:
         """Line number `line` begins: what counts as committed and as floor on it (-1: nothing)."""
         self._line, self.committed, self.floor, self._failed_floor = line, committed, floor, -1
+        self._useless = ()
 
     def add_due(self, due: Due) -> None:
         """All ranks have come to a due step (rank 0 speaks for all: they run the same loop)."""
+        if due.forced:  # of a step that is due anyway: then that one must not be skipped
+            self._dues = deque(due if other.step == due.step else other for other in self._dues)
         running = self._active is not None and self._active.due == due.step
         if due.step > self.committed and not running and all(due.step != other.step for other in self._dues):
             self._dues.append(due)
@@ -105,6 +110,7 @@ class Leader:
         self._pace.update(max((post.step for post in known), default=-1), now)
         if self._emergency_deadline is None and any(post.emergency for post in known):
             self._emergency_deadline = now + self._policy.signal_deadline
+            self._emergency_floor = self.floor  # training goes on meanwhile, and its steps would never end
             self._preempt_at = self._pace.step_ahead()
         work = self._advance_flush(posts, now)
         if self._active is None:
@@ -135,6 +141,8 @@ class Leader:
         if everyone:
             common = set(known[0].sealed).intersection(*(post.sealed for post in known[1:]))
             self.floor = max(self.floor, max(common, default=-1))
+            above = {step for post in known for step in post.sealed if step > self.floor}
+            self._useless = tuple(sorted(step for step in above if any(_passed_without(post, step) for post in known)))
 
     def _advance_flush(self, posts: Sequence[Post | None], now: float) -> list[Work]:
         flush = self._active
@@ -200,7 +208,10 @@ class Leader:
         if self._floor_is_settled() or any(post.aborted for post in known):
             return False
         emergency = self._emergency_deadline is not None and not self._emergency_over
-        return emergency or (everyone and not self._closed and all(post.closing for post in known))
+        return (emergency and not self._emergency_is_settled()) or (everyone and not self._closed and all(post.closing for post in known))
+
+    def _emergency_is_settled(self) -> bool:
+        return self._emergency_floor <= max(self.committed, self._failed_floor)
 
     def _floor_is_settled(self) -> bool:
         return self.floor <= max(self.committed, self._failed_floor)
@@ -252,7 +263,7 @@ class Leader:
     def _end_emergency(self, now: float) -> None:
         if self._emergency_deadline is None or self._emergency_over:
             return
-        done = self._active is None and self._floor_is_settled()
+        done = self._active is None and self._emergency_is_settled()
         self._emergency_over = done or now > self._emergency_deadline
 
     def _end_job(self, posts: Sequence[Post | None], now: float) -> None:
@@ -273,6 +284,7 @@ class Leader:
         return Board(
             line=self._line,
             floor=self.floor,
+            useless=self._useless,
             flush=self._active,
             decisions=tuple(self._decisions),
             emergency=self._emergency_deadline is not None,
@@ -281,6 +293,11 @@ class Leader:
             closed=self._closed,
             close_error=self._close_error,
         )
+
+
+def _passed_without(post: Post, step: int) -> bool:
+    """Whether a rank will never hold `step`. One step on, it may still be sealing it."""
+    return step not in post.sealed and post.step >= step + 2
 
 
 def _unanswered(report: object, flush: Flush) -> bool:

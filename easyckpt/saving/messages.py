@@ -81,6 +81,8 @@ class Board:
     line: int = 0
     floor: int = -1
     """Newest step that every rank holds sealed; -1 for none."""
+    useless: tuple[int, ...] = ()
+    """Steps above the floor that some rank has passed without a whole snapshot: they never become the floor."""
     flush: Flush | None = None
     decisions: tuple[Decision, ...] = ()
     emergency: bool = False
@@ -109,4 +111,5 @@ def load_board(data: dict[str, Any]) -> Board:
     """Back from JSON values."""
     flush = data.pop("flush")
     decisions = tuple(Decision(**decision) for decision in data.pop("decisions"))
+    data["useless"] = tuple(data["useless"])
     return Board(flush=None if flush is None else Flush(**flush), decisions=decisions, **data)

@@ -212,7 +212,10 @@ class Saver:
         def take() -> Slot | None:
             floor = coordinator.floor
             keep_from = floor + (arena.count == 1)  # a single slot can only be written over: the arena has warned
-            return arena.acquire(step, nbytes, keep_from if floor >= 0 else None, coordinator.held())
+            slot = arena.acquire(step, nbytes, keep_from if floor >= 0 else None, coordinator.held())
+            if slot is None and self._drop_useless():
+                slot = arena.acquire(step, nbytes, keep_from if floor >= 0 else None, coordinator.held())
+            return slot
 
         deadline = time.monotonic() + self._config.commit_timeout
         with coordinator.changed:
@@ -223,6 +226,18 @@ class Saver:
         if slot is None and wait:
             raise SaveFailed(f"step {step}: no slot became free within {self._config.commit_timeout:g} s")
         return slot
+
+    def _drop_useless(self) -> bool:
+        """Give up snapshots that can never become the floor, since another rank has skipped theirs.
+
+        Ranks that keep such snapshots, each of other steps, would hold no step in common any more, and skip for ever.
+        """
+        coordinator, identity = self._parts.coordinator, self._identity
+        assert identity is not None
+        useless = coordinator.useless - coordinator.held()
+        return bool(
+            useless and self._parts.arena.drop(lambda meta: meta.step in useless and meta.timeline == identity.timeline)
+        )
 
     def _wait_for_flushes(self) -> None:
         for future in self._parts.coordinator.pending():
