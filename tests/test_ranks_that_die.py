@@ -260,6 +260,18 @@ def test_one_rank_without_the_due_snapshot_makes_all_flush_another(paths, straig
     assert goes_on(root, notes, ranks, 7, straight_directory, width) == (7, "memory")
 
 
+def test_what_was_decided_before_a_rank_came_to_it_is_decided_there_too(paths):
+    """Rank 0 is ahead, and its flush is still running: it skips steps that are not due on rank 1 yet."""
+    root, notes = paths
+    settings = SETTINGS | {"save_storage_interval": 1}
+    arguments = ["--apart", "--mischief-rank=1", "--lag=0.1", "--wait-at-end=20"]
+    fault = armed("writer.shard.chunk@*", "pause:0.3", 0)
+    job = jobs.start(root, notes, *arguments, steps=10, ranks=2, settings=settings, **fault)
+    assert job.ends() == [0, 0], job.stderr
+    ends = [[event["step"] for event in events(root, rank, "FlushSkipped")] for rank in range(2)]
+    assert ends[0] == ends[1] != []
+
+
 def test_the_newest_snapshot_that_one_rank_lacks_is_restored_by_none(paths, straight_directory):
     root, notes = paths
     arguments = ["--skip-at=8", "--mischief-rank=1", "--hold-at=9", "--step-seconds=0.05"]

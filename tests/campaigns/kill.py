@@ -6,6 +6,7 @@ enough or comes to its end. Its end state must equal that of a run that nobody k
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections import Counter
@@ -14,6 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from easyckpt.format import layout
+from easyckpt.memory.adoption import find_slots
+from easyckpt.memory.place import user_name
+from easyckpt.memory.slot import SlotMeta
 from tests.support import jobs
 
 STEPS = 40
@@ -59,7 +64,7 @@ class Chain:
         directory.mkdir()
         self.figures, self.rng, self.torchrun = figures, rng, torchrun
         self.ranks = figures.ranks
-        self.sealed = 0  # newest step that every rank's event log says is sealed
+        self.sealed = 0  # newest step that is sealed on every rank, by the event logs and by the memory left behind
         self.finished = 0  # newest step that every rank has noted as finished
 
     def run(self, kills: int) -> list[str] | None:
@@ -123,13 +128,21 @@ class Chain:
             if behind > ALLOWED[self.ranks]:
                 self.fault(f"restored {steps[0]}, but all ranks had finished {self.finished}")
         logs = [{event["step"] for event in jobs.events(self.root, rank, "SnapshotSealed")} for rank in self.all()]
-        self.sealed = max(self.sealed, max(set.intersection(*logs), default=0))
+        self.sealed = max(self.sealed, max(set.intersection(*logs), default=0), self.sealed_in_memory())
         self.finished = max(self.finished, min(max(job.values("finished", rank), default=0) for rank in self.all()))
         begun, ended = (
             {event["attempt"] for kind in kinds for event in jobs.events(self.root, 0, kind)}
             for kinds in (("FlushBegun",), ("FlushCommitted", "FlushFailed"))
         )
         self.in_flush = len(begun - ended)
+
+    def sealed_in_memory(self) -> int:
+        """Newest step that lies sealed in every rank's memory: what the logs, written later, may not say yet."""
+        held: dict[int, set[int]] = {rank: set() for rank in self.all()}
+        for _, meta in find_slots(os.environ["EASYCKPT_MEMORY_DIR"], user_name()):
+            if isinstance(meta, SlotMeta) and meta.arena_id == layout.arena_id(meta.run, str(self.root.resolve())):
+                held[meta.rank].add(meta.step)
+        return max(set.intersection(*held.values()), default=0)
 
     def end(self) -> None:
         """Count what the logs of all its starts say."""

@@ -51,6 +51,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tear-at", type=int, default=-1, help="write to a parameter while its snapshot is taken")
     parser.add_argument("--skip-at", type=int, default=-1, help="there is no free slot for this step")
     parser.add_argument("--hears-late", type=float, default=0.0, help="seconds by which rank 0's board is read late")
+    parser.add_argument("--lag", type=float, default=0.0, help="seconds by which each step is longer")
+    parser.add_argument("--wait-at-end", type=float, default=0.0, help="wait(this many seconds) after the last step")
     parser.add_argument("--die-at", type=int, default=-1, help="SIGKILL after this step, but not after a restart")
     parser.add_argument("--hold-at", type=int, default=-1, help="after saving this step wait for ever (to be killed)")
     return parser.parse_args()
@@ -196,6 +198,7 @@ def main() -> None:
             loss = 0.0
             for number in range(first + 1, args.steps + 1):
                 loss = step(number)
+                time.sleep(args.lag if mischief else 0.0)
                 notes.write(finished=number, loss=loss.hex(), time=time.time())
                 checkpointer.log(loss=loss)
                 checkpointer.save_if_needed(number)
@@ -217,6 +220,8 @@ def main() -> None:
                 if args.watch_preempted and checkpointer.preempted:
                     notes.write(preempted=number)
                     break
+            if args.wait_at_end:
+                checkpointer.wait(args.wait_at_end)
             counts = checkpointer.stats().counts
             random_states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1], data.get_state()]
             state_digest = digest_of(
