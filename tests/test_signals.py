@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -208,3 +209,24 @@ settle(20)
 """
     assert run(root, body) == (-signal.SIGTERM, "")
     assert list(root.with_name("run-2").glob("step-*"))
+
+
+def test_a_loop_that_goes_on_without_looking_ends_as_soon_as_its_newest_snapshot_is_durable(root):
+    body = """
+import threading
+checkpointer = easyckpt.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, signal_deadline=60)
+checkpointer.load()
+step = 0
+while True:
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    step += 1
+    checkpointer.save_if_needed(step)
+    if step == 20:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(time.time(), flush=True)
+"""
+    code, output = run(root, body)
+    assert code == -signal.SIGTERM
+    assert time.time() - float(output) < 30
+    assert list(root.glob("step-*"))

@@ -208,7 +208,9 @@ class Leader:
         if self._floor_is_settled() or any(post.aborted for post in known):
             return False
         emergency = self._emergency_deadline is not None and not self._emergency_over
-        return (emergency and not self._emergency_is_settled()) or (everyone and not self._closed and all(post.closing for post in known))
+        if emergency and not self._emergency_is_settled():
+            return True
+        return everyone and not self._closed and all(post.closing for post in known)
 
     def _emergency_is_settled(self) -> bool:
         return self._emergency_floor <= max(self.committed, self._failed_floor)
