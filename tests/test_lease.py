@@ -365,6 +365,22 @@ def test_removed_lease_is_lost(storage):
         lease.check()
 
 
+def test_a_lease_that_storage_does_not_let_go_of_is_given_up_all_the_same(storage, lock_file, monkeypatch):
+    """A root on what has become read-only: the next Checkpointer of this process is not told that this one lives."""
+    owner = make(storage, lock=lock_file)
+    owner.acquire()
+
+    def refuse(path):
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "remove", refuse)
+        with pytest.raises(OSError, match="Read-only"):
+            owner.release()
+    assert not owner.held
+    make(storage, lock=lock_file).acquire()
+
+
 def test_many_contenders_for_a_dead_owner_yield_one(storage):
     foreign(storage)
     leases = [make(LocalStorage(storage.root)) for _ in range(6)]

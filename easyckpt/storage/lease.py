@@ -194,12 +194,14 @@ class Lease:
         with self._guard:
             if not self._held:
                 return
-            with contextlib.suppress(LeaseLost, FileNotFoundError):
-                self.check()
-                failpoints.hit(RELEASING)
-                self._storage.remove(layout.LEASE)
-                self._storage.sync_dir("")
-            self._end()
+            try:
+                with contextlib.suppress(LeaseLost, FileNotFoundError):
+                    self.check()
+                    failpoints.hit(RELEASING)
+                    self._storage.remove(layout.LEASE)
+                    self._storage.sync_dir("")
+            finally:
+                self._end()  # also where storage refuses: this object renews no more
 
     # -- inside
 
