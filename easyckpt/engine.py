@@ -69,7 +69,7 @@ class Checkpointer:
         path = audit.root if audit is not None and audit.root is not None else os.fspath(root)
         ranks, channel, mailbox = wiring.meet(process_group, self._config)
         try:
-            self._build(path, dict(state), ranks, channel, mailbox)
+            self._build(path, state, ranks, channel, mailbox)
         except BaseException as error:
             channel.fail(f"{type(error).__name__}: {error}")
             channel.close()
@@ -170,7 +170,12 @@ class Checkpointer:
         self._metrics.remember(restored.step)
         self._events.emit(
             RestoredEvent(
-                step=restored.step, tier=restored.tier or "none", steps_lost=outcome.steps_lost, seconds=seconds
+                step=restored.step,
+                tier=restored.tier or "none",
+                path=restored.path,
+                timeline=restored.timeline,
+                steps_lost=outcome.steps_lost,
+                seconds=seconds,
             )
         )
         if restored.tier is None:
@@ -326,7 +331,10 @@ class Checkpointer:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise StepError(f"step must be the number of finished steps (0, 1, 2, ...), not {step!r}")
         if step < self._step:
-            raise StepError(f"step {step} comes after step {self._step}: steps go backwards only by load(step=...)")
+            raise StepError(
+                f"step {step} comes after step {self._step}, which was saved or restored before: start the loop at "
+                "load().step and hand over the number of finished steps; steps go backwards only by load(step=...)"
+            )
         self._parts.coordinator.raise_failure(step)
 
     def _restore_generators(self) -> None:

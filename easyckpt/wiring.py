@@ -70,7 +70,7 @@ def open_root(
 ) -> tuple[OpenedRoot, Ranks]:
     """Own `root` and this rank's arena. All ranks call it; an error of one is raised on all."""
     storage = LocalStorage(root, direct_io=config.direct_io)
-    identity = done_by_rank_0(channel, ranks, "open root", lambda: _identify(storage), config.peer_timeout)
+    identity = done_by_rank_0(channel, ranks, "opening the root", lambda: _identify(storage), config.peer_timeout)
     directory, in_memory = memory_directory(config.memory_dir)
     if not in_memory:
         wanted = config.memory_dir or DEFAULT_DIRECTORY
@@ -98,7 +98,7 @@ def open_root(
     except (EasyckptError, OSError) as error:
         failure = error
     try:
-        all_good(channel, "own arenas", failure, config.peer_timeout)
+        all_good(channel, "owning the memory", failure, config.peer_timeout)
         assert arena is not None
         lease = _new_lease(storage, arena, identity, config) if ranks.rank == 0 else None
 
@@ -106,7 +106,7 @@ def open_root(
             assert lease is not None
             lease.acquire(lambda message: events.emit(Warned(message=message)))
 
-        done_by_rank_0(channel, ranks, "take lease", take, config.peer_timeout + 2 * config.lease_timeout)
+        done_by_rank_0(channel, ranks, "taking the lease", take, config.peer_timeout + 2 * config.lease_timeout)
     except BaseException:
         if arena is not None:
             arena.close(remove=False)

@@ -28,7 +28,7 @@ from easyckpt import Checkpointer, catalog, failpoints
 from easyckpt.errors import EasyckptError, OutcomeUnknown, SaveError
 from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
-from tests.support.crashjob import MAX_STEPS, Starts, Training, leftovers
+from tests.support.crashjob import MAX_STEPS, Notes, Starts, Training, leftovers
 
 WIDTH = 6
 SETTINGS = {"save_storage_interval": 4, "max_ckpt_num": 2, "back_pressure": "wait", "signals": (), "slots": 3}
@@ -83,7 +83,10 @@ class Life(RuleBasedStateMachine):
         self.live: list[int] = []
         self.fork = 0
         self.tier: str | None = None
+        self.failed = False
+        """Whether something went wrong in the running process."""
         self.rotten: set[str] = set()
+        self.told: list[str] = []
 
     # -- what is known
 
@@ -111,9 +114,9 @@ class Life(RuleBasedStateMachine):
     def check_restored(self, step: int, history: list[int], problem: str | None) -> None:
         assert problem is None
         assert len(history) == step
-        assert step >= self.must(), f"restored {step}; durable {[*self.durable]}, sealed {[*self.sealed]}"
+        assert step >= self.must(), f"restored {step}\n{self.story()}"
         everything = self.durable | self.perhaps | self.sealed
-        assert step == 0 or history == everything.get(step, self.line[:step]), "of an abandoned line"
+        assert step == 0 or history == everything.get(step, self.line[:step]), f"{history}\n{self.story()}"
 
     # -- a process of our own
 
@@ -125,10 +128,12 @@ class Life(RuleBasedStateMachine):
     @rule()
     def start(self) -> None:
         self.tag = self.starts.count = self.starts.count + 1
+        self.failed = False
         self.training = Training(WIDTH)
         memory = str(self.starts.memory_dir)
         self.checkpointer = Checkpointer(self.root, self.training.state, memory_dir=memory, **SETTINGS, **LEASE)
         restored = self.checkpointer.load()
+        self.told.append(f"restored {restored}")
         self.check_restored(restored.step, self.training.history, self.training.problem())
         self.fork, self.live, self.tier = restored.step, self.training.history, restored.tier
 
@@ -138,6 +143,7 @@ class Life(RuleBasedStateMachine):
     @precondition(running)
     @rule(steps=st.integers(1, 5))
     def train(self, steps: int) -> None:
+        self.told.append(f"train {steps}")
         assert self.checkpointer is not None
         for _ in range(steps):
             self.step()
@@ -166,6 +172,7 @@ class Life(RuleBasedStateMachine):
     @precondition(running)
     @rule()
     def save(self) -> None:
+        self.told.append("save")
         assert self.checkpointer is not None
         self.step()
         self.checkpointer.save(len(self.live), wait=True)
@@ -179,8 +186,10 @@ class Life(RuleBasedStateMachine):
         error=st.sampled_from(["ENOSPC", "EIO"]),
     )
     def save_with_an_error(self, place: str, number: int, error: str) -> None:
+        self.told.append(f"save with {place}@{number}={error}")
         assert self.checkpointer is not None
         self.step()
+        self.failed = True
         step = len(self.live)
         failpoints.arm(f"{place}@{number}=error:{error}")
         failure: Exception | None = None
@@ -196,6 +205,7 @@ class Life(RuleBasedStateMachine):
                 break
             except SaveError:
                 assert failure is not None, "a failure of a save that had said it was durable"
+        self.told.append(f"{failure!r}")
         self.learn()
         entry = catalog.inspect(self.storage, layout.step_dir(step))
         if failure is None:
@@ -215,6 +225,7 @@ class Life(RuleBasedStateMachine):
         if not steps:
             return
         step = steps[which % len(steps)]
+        self.told.append(f"go back to {step}")
         restored = self.checkpointer.load(step=step)
         assert restored.step == step
         assert self.training.problem() is None
@@ -230,6 +241,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.checkpointer is not None)
     @rule()
     def close(self) -> None:
+        self.told.append("close")
         assert self.checkpointer is not None
         opened, checkpointer = self.opened(), self.checkpointer
         checkpointer.close()
@@ -241,7 +253,7 @@ class Life(RuleBasedStateMachine):
             self.durable[self.fork] = self.live  # restored from memory, and ended at once
         if self.durable:
             assert self.good(max(self.durable))
-        if opened:
+        if opened and not self.failed:  # what could not be deleted goes after a later commit
             assert leftovers(self.root) == []
         if not [path for path in self.starts.memory_dir.iterdir() if path.suffix not in (".owner", ".lock")]:
             self.sealed = {}
@@ -249,6 +261,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.checkpointer is not None)
     @rule(memory=st.booleans())
     def die(self, memory: bool) -> None:
+        self.told.append(f"die, memory {memory}")
         assert self.checkpointer is not None
         self.checkpointer.abandon()
         self.checkpointer = None
@@ -260,8 +273,8 @@ class Life(RuleBasedStateMachine):
         self.sealed = {}
 
     @precondition(lambda self: self.checkpointer is None)
-    @rule(data=st.data())
-    def rot_the_newest(self, data) -> None:
+    @rule(where=st.floats(0, 1, exclude_max=True))
+    def rot_the_newest(self, where: float) -> None:
         """Bytes of the newest checkpoint change, if another good one is left."""
         good = [step for step in self.durable if self.good(step)]
         if len(good) < 2:
@@ -271,8 +284,9 @@ class Life(RuleBasedStateMachine):
             return
         path = self.root / layout.step_dir(step) / layout.shard_file(0)
         content = bytearray(path.read_bytes())
-        content[data.draw(st.integers(0, len(content) - 1))] ^= 1
+        content[int(where * len(content))] ^= 1
         path.write_bytes(content)
+        self.told.append(f"rot {step}")
         self.rotten.add(catalog.read_manifest(self.storage, layout.step_dir(step)).attempt)
         del self.durable[step]
 
@@ -282,6 +296,13 @@ class Life(RuleBasedStateMachine):
         notes = self.starts.start(
             steps=6, width=WIDTH, armed=f"{place}@{number}=kill", settings=SETTINGS | LEASE, plain=True, leave=True
         )
+        self.told.append(f"killed at {place}@{number}, memory {memory}: {notes.all}")
+        if notes.values("restored"):
+            self.learn_from(notes)
+        if not memory:
+            self.lose_memory()
+
+    def learn_from(self, notes: Notes) -> None:
         restored = notes.restored
         self.check_restored(restored["restored"], restored["history"], restored["problem"])
         fork = restored["restored"]
@@ -295,10 +316,13 @@ class Life(RuleBasedStateMachine):
             step = notes.newest(key)
             if step > fork:
                 known[step] = live[:step]
-        if not memory:
-            self.lose_memory()
 
     # -- always
+
+    def story(self) -> str:
+        """What has happened, since a matter of timing may not happen again."""
+        known = f"durable {sorted(self.durable)}, sealed {sorted(self.sealed)}, line {self.line}"
+        return "\n".join([*self.told, known, str(sorted(os.listdir(self.root)))])
 
     @invariant()
     def what_is_committed_is_whole(self) -> None:
@@ -313,7 +337,7 @@ class Life(RuleBasedStateMachine):
         newest = max(self.durable, default=None)
         if newest is not None:
             entry = catalog.inspect(self.storage, layout.step_dir(newest))
-            assert entry.valid, f"step {newest} was durable: {entry.problem}"
+            assert entry.valid, f"step {newest} was durable: {entry.problem}\n{self.story()}"
             assert record is not None
             assert record.on_ancestry(str(entry.timeline), newest)
 

@@ -12,7 +12,7 @@ from easyckpt.catalog import Entry
 from easyckpt.cli import output
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import TARGET_HELP, Target, resolve
-from easyckpt.errors import UsageError
+from easyckpt.errors import FormatError, UsageError
 from easyckpt.format import codec, layout
 from easyckpt.format.manifest import Index, Manifest
 
@@ -131,7 +131,12 @@ def _is_index(name: str) -> bool:
 
 
 def _read_index(target: Target, entry: Entry, name: str) -> Index:
-    return Index.from_bytes(target.storage.read(f"{entry.name}/{name}"))
+    try:
+        return Index.from_bytes(target.storage.read(f"{entry.name}/{name}"))
+    except FormatError as error:
+        raise type(error)(
+            f"{target.root}: {entry.name}/{name} cannot be shown: {error} (`easyckpt verify` tells all that is bad)"
+        ) from error
 
 
 def _contents(indexes: Iterable[Index]) -> tuple[dict[str, _Part], list[dict[str, Any]]]:

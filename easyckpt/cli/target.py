@@ -72,7 +72,9 @@ def resolve(given: str) -> Target:
         if match:
             path, step = match[1], int(match[2])
     if not os.path.exists(path):
-        raise UsageError(f"{path}: no such directory")
+        before, _, after = path.rpartition("@")
+        hint = f"; {after!r} after the @ is no step number" if step is None and os.path.isdir(before) else ""
+        raise UsageError(f"{path}: no such directory{hint}")
     if not os.path.isdir(path):
         raise UsageError(f"{path}: a file, not a checkpoint directory")
     real = os.path.realpath(path)

@@ -86,7 +86,7 @@ class Loader:
         """Restore the newest candidate (or `step`) that is whole on all ranks. Raises as Checkpointer.load does."""
         found, committed = self._candidates(step)
         if step is not None and not found:
-            raise NoCheckpoint(f"{self._storage.root} holds no step {step} on the current line of training")
+            raise NoCheckpoint(_no_such_step(self._storage.root, step, committed))
         live = self._capture.components
         taken = restore_agreed(
             self._channel,
@@ -118,14 +118,14 @@ class Loader:
     def _candidates(self, step: int | None) -> tuple[list[Candidate], list[int]]:
         """Rank 0's list of candidates for all, and the committed steps on the line."""
         own = [[meta.timeline, meta.step] for meta in self._arena.sealed()]
-        held = self._channel.exchange("sealed in memory", own, self._timeout)
+        held = self._channel.exchange("load: steps in memory", own, self._timeout)
         everywhere = {tuple(key) for key in own}.intersection(*({tuple(key) for key in keys} for keys in held))
         memory = [meta for meta in self._arena.sealed() if (meta.timeline, meta.step) in everywhere]
 
         def work() -> dict[str, Any]:
             return self._list(memory, step)
 
-        answer = done_by_rank_0(self._channel, self._ranks, "candidates", work, self._timeout)
+        answer = done_by_rank_0(self._channel, self._ranks, "load: candidates", work, self._timeout)
         return [Candidate.from_json(value) for value in answer["candidates"]], list(answer["committed"])
 
     def _list(self, memory: Sequence[SlotMeta], step: int | None) -> dict[str, Any]:
@@ -168,6 +168,14 @@ class Loader:
         self._emit(Warned(step=candidate.step, message=f"{candidate} cannot be restored and is passed over: {reason}"))
 
 
+def _no_such_step(root: str, step: int, committed: Sequence[int]) -> str:
+    there = ", ".join(map(str, sorted(set(committed)))) or "none"
+    return (
+        f"{root} holds no step {step} on the current line of training; committed there: {there} "
+        f"(`easyckpt ls {root} --all` also lists what was set aside)"
+    )
+
+
 def restore_read_only(root: str, state: Mapping[str, Any], *, step: int | None) -> Restored:
     """Restore `state` from storage without owning anything. See `easyckpt.restore`."""
     storage = LocalStorage(root)
@@ -176,9 +184,12 @@ def restore_read_only(root: str, state: Mapping[str, Any], *, step: int | None) 
         raise ForeignFormat(f"{root} is not a checkpoint root: it has no {ROOT_FILE}")
     found = catalog.scan(storage, NativeNaming())
     listed = candidates(found, record, (), run=record.run, arena_id="", step=step)
+    if not listed and step is not None:
+        every = candidates(found, record, (), run=record.run, arena_id="")
+        raise NoCheckpoint(_no_such_step(root, step, [candidate.step for candidate in every]))
     if not listed:
-        raise NoCheckpoint(f"{root} holds no checkpoint" if step is None else f"{root} holds no step {step}")
-    capture = StateCapture(dict(state))
+        raise NoCheckpoint(f"{root} holds no checkpoint")
+    capture = StateCapture(state)
     names = set(state)
     metrics: dict[str, Any] = {}
     world_size = 1

@@ -158,12 +158,12 @@ class Saver:
             record, committed = open_line(parts.storage, parts.naming, origin)
             return {"timeline": record.timelines[-1].id, "committed": committed}
 
-        answer = done_by_rank_0(parts.channel, parts.ranks, "open line", work, self._config.peer_timeout)
+        answer = done_by_rank_0(parts.channel, parts.ranks, "the first save", work, self._config.peer_timeout)
         timeline, committed = str(answer["timeline"]), int(answer["committed"])
         kept = None if origin is None or origin.timeline is None else (origin.timeline, origin.step)
         parts.arena.drop(lambda meta: (meta.timeline, meta.step) != kept)
         holds = kept is not None and any((meta.timeline, meta.step) == kept for meta in parts.arena.sealed())
-        everywhere = all(parts.channel.exchange("adopted", holds, self._config.peer_timeout))
+        everywhere = all(parts.channel.exchange("the first save: steps in memory", holds, self._config.peer_timeout))
         parts.coordinator.begin_line(timeline, committed=committed, adopted=kept if everywhere else None)
         self._identity = SnapshotIdentity(
             run=parts.run,

@@ -56,7 +56,9 @@ def _is_scaler(target: Any) -> bool:
 def make_components(state: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Component]:
     """Return the adapters by name; `extra` are easyckpt's own, with reserved names. Raises ConfigError."""
     if not isinstance(state, Mapping):
-        raise ConfigError(f"state must be a dict of named components, not a {type(state).__name__}")
+        raise ConfigError(
+            f"state must be a dict of named components such as {{'model': model}}, not a {type(state).__name__}"
+        )
     seen: dict[int, str] = {}
     for name, target in state.items():
         key = id(unwrap(target) if isinstance(target, nn.Module) else target)
