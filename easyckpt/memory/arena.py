@@ -210,8 +210,8 @@ class Arena:
             return
         if not owned:
             raise RootInUse(
-                f"the memory of rank {self.rank} of this run is in use by a live process, or by another Checkpointer "
-                f"of this one ({self._lock.path} is locked): end that first, or give this job another root"
+                f"the memory of rank {self.rank} of this run is in use by another live process, or by another "
+                f"Checkpointer of this one ({self._lock.path} is locked): end that first, or give this job another root"
             )
 
     def _inert(self) -> bool:
