@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import enum
 import json
 import math
 import os
@@ -31,15 +30,6 @@ _AUDIT_ONLY = ("root", "stop_step", "left_out")
 _UNCATCHABLE = ("SIGKILL", "SIGSTOP")
 _WORDS_OF_NONE = ("", "none", "null", "auto", "~")
 _WORDS_OF_BOOL = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
-
-
-class Unset(enum.Enum):
-    """The type of UNSET, so that a signature can tell "not given" from every value."""
-
-    UNSET = "not given"
-
-
-UNSET: Final = Unset.UNSET
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,9 +159,8 @@ def resolve(
 ) -> CheckpointConfig:
     """Build the configuration from all sources; see the module's docstring for which one wins.
 
-    `arguments` holds what the caller gave: entries whose value is UNSET count as not given. `config` is the path of
-    a YAML file, or its content as a mapping. `environ` is os.environ unless given. Raises ConfigError, naming the
-    field and the source.
+    `arguments` holds what the caller gave. `config` is the path of a YAML file, or its content as a mapping. `environ`
+    is os.environ unless given. Raises ConfigError, naming the field and the source.
     """
     environ = os.environ if environ is None else environ
     if config is None:
@@ -185,7 +174,7 @@ def resolve(
         values |= _known(_read_yaml(os.fspath(config)), origin)
     values = {name: _sourced(name, value, origin) for name, value in values.items()}
     values |= _from_environment(environ)
-    values |= _known({name: value for name, value in arguments.items() if value is not UNSET}, "arguments")
+    values |= _known(arguments, "arguments")
     if environ.get(AUDIT_VARIABLE):
         values |= _from_audit(environ[AUDIT_VARIABLE])
     return CheckpointConfig(**values)

@@ -10,7 +10,7 @@ from support.tmpfs import TMPFS_BYTES, tmpfs
 
 from easyckpt.format import layout
 from easyckpt.memory import budget
-from easyckpt.memory.budget import Budget, cgroup_limit_left, held_bytes, node_lock, slots_for
+from easyckpt.memory.budget import Budget, cgroup_limit_left, held_bytes, node_lock
 from easyckpt.memory.slot import Slot
 
 __all__ = ["tmpfs"]
@@ -126,24 +126,6 @@ def test_measured_here(tmpfs):
     assert budget.available(tmpfs).shm_free <= 32 << 20
     slot.close(unlink=True)
     assert budget.available(os.path.join(tmpfs, "nowhere")).usable == 0
-
-
-def test_slots_for():
-    assert slots_for(10, 4, 1000, 1, 0) == 4
-    assert slots_for(10, 4, 39, 1, 0) == 3
-    assert slots_for(10, 4, 80, 4, 0) == 2
-    assert slots_for(10, 4, 9, 1, 0) == 0
-    # After a restart nothing is free, and the ranks have their slots all the same.
-    assert slots_for(10, 4, 0, 2, 80) == 4
-
-
-def test_ranks_that_come_one_after_another_get_the_same():
-    free, held, got = 1000, 0, []
-    for _ in range(4):
-        count = slots_for(50, 100, free, 4, held)
-        got.append(count)
-        free, held = free - 50 * count, held + 50 * count
-    assert got == [5, 5, 5, 5]
 
 
 def test_held_bytes_counts_this_arena_alone(memory_dir):

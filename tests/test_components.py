@@ -11,7 +11,7 @@ from support.images import problems, restore, round_trip, snapshot
 from torch import nn
 
 from easyckpt.errors import ConfigError, PartlyApplied, StateError, UnsupportedValue
-from easyckpt.state.build import component_replicated_params, make_component
+from easyckpt.state.build import make_component
 from easyckpt.state.capture import StateCapture
 from easyckpt.state.modules import ModuleComponent, unwrap
 
@@ -321,10 +321,10 @@ def test_ddp_parameters_are_replicated_and_buffers_are_not(tmp_path):
         moments = {("o", "state", n, key) for n in range(4) for key in ("step", "exp_avg", "exp_avg_sq")}
         assert replicated == names | moments
         assert not any(leaf.replicated for leaf in capture.capture(replicated_allowed=False).layout.leaves)
-        assert len(list(component_replicated_params(capture.components["m"]))) == 4
+        assert len(list(capture.components["m"].replicated())) == 4
         model.parameters_to_ignore = {"0.weight"}
         assert {path for path in replicated if path[1] == "0.weight"}
-        assert len(list(component_replicated_params(capture.components["m"]))) == 3
+        assert len(list(capture.components["m"].replicated())) == 3
         alone = StateCapture(state, rank=0, world_size=1)
         assert not any(leaf.replicated for leaf in alone.capture().layout.leaves)
     finally:

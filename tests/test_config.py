@@ -12,7 +12,7 @@ import signal
 import pytest
 
 from easyckpt import config as module
-from easyckpt.config import UNSET, Audit, CheckpointConfig, resolve
+from easyckpt.config import Audit, CheckpointConfig, resolve
 from easyckpt.errors import ConfigError
 
 
@@ -105,7 +105,7 @@ def test_precedence(tmp_path):
         "EASYCKPT_SAVE_MEM_INTERVAL": "20",
         "EASYCKPT_AUDIT": json.dumps({"save_mem_interval": 2, "stop_step": 9, "root": "/r", "left_out": ["model"]}),
     }
-    config = resolve({"slots": 9, "overlap": UNSET, "save_mem_interval": 40}, None, environ)
+    config = resolve({"slots": 9, "save_mem_interval": 40}, None, environ)
     assert config.slots == 9  # argument over environment over YAML
     assert config.max_ckpt_num == 8  # environment over YAML
     assert config.save_storage_interval == 50  # YAML over default

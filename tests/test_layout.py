@@ -17,7 +17,6 @@ PARSERS = [
     layout.parse_shard_file,
     layout.parse_index_file,
     layout.parse_pin_file,
-    layout.parse_events_file,
 ]
 WRITERS = {
     layout.parse_step_dir: layout.step_dir,
@@ -26,7 +25,6 @@ WRITERS = {
     layout.parse_shard_file: layout.shard_file,
     layout.parse_index_file: layout.index_file,
     layout.parse_pin_file: lambda step: layout.pin_file(step).removeprefix("pins/"),
-    layout.parse_events_file: lambda rank: layout.events_file(rank).removeprefix("events/"),
 }
 
 

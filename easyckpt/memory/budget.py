@@ -58,17 +58,6 @@ def available(directory: str) -> Budget:
     return Budget(psutil.virtual_memory().available, left, shm_free)
 
 
-def slots_for(image_bytes: int, wanted: int, usable: int, local_ranks: int, adopted_bytes: int) -> int:
-    """How many slots of `image_bytes` (all that a slot takes) one rank may have, at most `wanted`.
-
-    `adopted_bytes` is what the arenas of all local ranks hold already (`held_bytes`, read before `usable` was
-    measured): it is used, so no longer free, but part of what there is to divide.
-    """
-    assert image_bytes > 0
-    assert local_ranks > 0
-    return max(0, min(wanted, (usable + adopted_bytes) // local_ranks // image_bytes))
-
-
 def held_bytes(directory: str, user: str, arena_id: str) -> int:
     """The memory that the arenas of all ranks of `arena_id` hold in `directory`."""
     prefix = layout.slot_file(user, arena_id, 0, 0).partition(arena_id)[0] + arena_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,8 +68,3 @@ def make_components(state: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[
     components = {name: make_component(name, target) for name, target in state.items()}
     components.update((name, make_component(name, target)) for name, target in extra.items())
     return components
-
-
-def component_replicated_params(component: Component) -> Iterator[torch.Tensor]:
-    """The parameters of `component` that DDP keeps equal on all ranks (see `modules.replicated_parameters`)."""
-    return iter(component.replicated())
