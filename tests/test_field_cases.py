@@ -144,9 +144,15 @@ def test_memory_descriptors_and_threads_stay_flat_over_a_thousand_saves_with_256
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["commits"] >= 90
-    begin, end = result["samples"][2], result["samples"][-1]
-    assert end[0] - begin[0] < 4_000_000, f"memory grows: {result['samples']}"
-    assert end[1:] == begin[1:], f"descriptors or threads grow: {result['samples']}"
+    early, late = result["samples"][2:5], result["samples"][-3:]
+    # A sample may meet a thread that is just ending or a log file that is just open: growth is what stays.
+    growth = [
+        min(values) - max(before)
+        for before, values in zip(zip(*early, strict=True), zip(*late, strict=True), strict=True)
+    ]
+    assert growth[0] < 4_000_000, f"memory grows: {result['samples']}"
+    assert growth[1] <= 0, f"descriptors grow: {result['samples']}"
+    assert growth[2] <= 0, f"threads grow: {result['samples']}"
 
 
 def test_a_flush_of_step_n_holds_step_n_though_training_goes_on(root, tmp_path):
