@@ -166,6 +166,18 @@ def test_steps_go_backwards_only_by_a_load(root):
     assert committed(root)[-1] == 11
 
 
+def test_a_load_finds_no_checkpoint_that_rotation_is_about_to_remove(root):
+    training, _ = start(root, max_ckpt_num=1, slots=1)
+    with training.checkpointer as checkpointer:
+        training.step()
+        checkpointer.save(1, wait=True)
+        training.step()
+        failpoints.arm("retention.rename.before=pause:0.5")
+        checkpointer.save(2, wait=True)
+        with pytest.raises(easyckpt.NoCheckpoint, match="committed there: 2 "):
+            checkpointer.load(step=1)
+
+
 def test_a_first_save_beside_checkpoints_nobody_loaded_is_refused(root):
     training, _ = start(root)
     with training.checkpointer:

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from easyckpt import catalog
 from easyckpt.distributed.agree import done_by_rank_0
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel, LocalChannel
-from easyckpt.errors import DamagedCheckpoint, ForeignFormat, NoCheckpoint
+from easyckpt.errors import DamagedCheckpoint, ForeignFormat, NoCheckpoint, StorageError
 from easyckpt.events import Event, Warned
 from easyckpt.format.layout import ROOT_FILE, NamingScheme, NativeNaming
 from easyckpt.loading.apply import restore_agreed
@@ -123,7 +124,12 @@ class Loader:
         memory = [meta for meta in self._arena.sealed() if (meta.timeline, meta.step) in everywhere]
 
         def work() -> dict[str, Any]:
-            return self._list(memory, step)
+            # On the thread that rotates, behind what it was told before: a checkpoint that is about to go is none.
+            listing = self._submit(lambda: self._list(memory, step))
+            try:
+                return listing.result(self._timeout)
+            except FutureTimeout:
+                raise StorageError(f"{self._storage.root}: no answer for {self._timeout:g} s (peer_timeout)") from None
 
         answer = done_by_rank_0(self._channel, self._ranks, "load: candidates", work, self._timeout)
         return [Candidate.from_json(value) for value in answer["candidates"]], list(answer["committed"])

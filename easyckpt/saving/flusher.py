@@ -57,8 +57,6 @@ class Flusher:
         self._writer = ShardWriter(context.storage, min_free_bytes=min_free_bytes)
         self._worker = Worker("easyckpt-flush")
         self._begun: dict[str, float] = {}
-        self.protected: Collection[int] = ()
-        """Steps that retention must leave alone (being read by this job's restore)."""
         self.parent: str | None = None
 
     def prepare(self, layout: Layout) -> None:
@@ -132,7 +130,7 @@ class Flusher:
             try:
                 found = catalog.scan(storage, self._context.naming)
                 removed = apply_retention(
-                    storage, found, newest=self._keep_newest, held={*held, *self.protected}, naming=self._context.naming
+                    storage, found, newest=self._keep_newest, held=held, naming=self._context.naming
                 )
             except (EasyckptError, OSError) as error:
                 logger.warning("rotating old checkpoints failed, will try again after the next commit: %s", error)
