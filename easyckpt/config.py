@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import logging
 import math
 import os
 import signal
@@ -22,6 +23,8 @@ from typing import Any, Final, Literal
 import yaml
 
 from easyckpt.errors import ConfigError
+
+_log = logging.getLogger("easyckpt")
 
 ENVIRONMENT_PREFIX = "EASYCKPT_"
 CONFIG_VARIABLE = "EASYCKPT_CONFIG"
@@ -186,7 +189,20 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         variable = ENVIRONMENT_PREFIX + name.upper()
         if variable in environ:
             values[name] = _sourced(name, environ[variable], f"environment variable {variable}")
+    _warn_of_misspelled(environ)
     return values
+
+
+def _warn_of_misspelled(environ: Mapping[str, str]) -> None:
+    """Unlike an argument, a variable may be meant for something else: it is named, and only where a setting is near."""
+    names = _settable()
+    for variable in environ:
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if not variable.startswith(ENVIRONMENT_PREFIX) or name in names:
+            continue
+        if near := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+            meant = ENVIRONMENT_PREFIX + near[0].upper()
+            _log.warning("environment variable %s is no setting and changes nothing; did you mean %s?", variable, meant)
 
 
 def _from_audit(text: str) -> dict[str, Any]:

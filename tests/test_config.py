@@ -165,3 +165,11 @@ def test_errors_name_field_and_source(tmp_path):
 def test_os_environ_is_the_default(monkeypatch):
     monkeypatch.setenv("EASYCKPT_SLOTS", "7")
     assert resolve({}).slots == 7
+
+
+def test_a_misspelled_variable_is_named(caplog):
+    resolve({}, None, {"EASYCKPT_SAVE_INTERVAL": "7", "EASYCKPT_FAILPOINTS": "", "EASYCKPT_SLOTS": "3", "OTHER": "1"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "environment variable EASYCKPT_SAVE_INTERVAL is no setting and changes nothing; did you mean "
+        "EASYCKPT_SAVE_MEM_INTERVAL?"
+    ]
