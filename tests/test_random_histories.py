@@ -159,9 +159,11 @@ class Life(RuleBasedStateMachine):
         """After a save: what is durable and sealed now."""
         assert self.checkpointer is not None
         self.note_opened(self.fork, self.live)
-        stats = self.checkpointer.stats()
-        for step, known in ((stats.last_committed_step, self.durable), (stats.last_sealed_step, self.sealed)):
-            if step is not None and self.fork < step <= len(self.live):
+        parts, identity = self.checkpointer._parts, self.checkpointer._saver.identity
+        sealed = [meta.step for meta in parts.arena.sealed() if identity and meta.timeline == identity.timeline]
+        # Not out of stats(): those count over all lines of this process.
+        for step, known in ((parts.coordinator.committed, self.durable), (max(sealed, default=-1), self.sealed)):
+            if self.fork < step <= len(self.live):
                 known[step] = self.live[:step]
         self.line = self.live if self.lines_known == self.lines_in_root() and self.opened() else self.line
 
