@@ -50,6 +50,7 @@ setup(
         "rich>=13.0",
         "safetensors>=0.4.3",
         "typer>=0.15",
+        "typing_extensions>=4.5",
         "xxhash>=3.4",
     ],
     extras_require={
