@@ -21,7 +21,8 @@ def test_stopped_killed_and_resumed_equals_straight_on(tmp_path):
     stopped = jobs.run(root, notes, *MODEL, steps=3, ranks=RANKS, settings=SETTINGS)
     assert stopped.values("loss")[:3] == expected[:3]
 
-    killed = jobs.start(root, notes, *MODEL, "--hold-at=6", steps=STEPS, ranks=RANKS, settings=SETTINGS)
+    arguments = (*MODEL, "--hold-at=6", "--step-seconds=0.05")
+    killed = jobs.start(root, notes, *arguments, steps=STEPS, ranks=RANKS, settings=SETTINGS)
     for rank in range(RANKS):
         killed.wait_for("finished", 6, rank)
     killed.kill()

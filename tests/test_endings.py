@@ -127,7 +127,8 @@ def test_two_ranks_flush_together_when_one_gets_the_signal_and_when_all_do(paths
 
 def test_a_process_group_destroyed_before_close_does_no_harm(paths):
     root, notes = paths
-    job = jobs.run(root, notes, "--destroy-group", steps=12, ranks=2, settings={"save_storage_interval": 5})
+    arguments = ["--destroy-group", "--step-seconds=0.05"]
+    job = jobs.run(root, notes, *arguments, steps=12, ranks=2, settings={"save_storage_interval": 5})
     assert committed(root)[-1] == 12
     assert len(job.digest) == 2
 
