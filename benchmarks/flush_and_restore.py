@@ -12,6 +12,7 @@ import mmap
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from easyckpt.loading.reader import open_storage
 from easyckpt.saving.worker import Worker
 from easyckpt.storage.local import LocalStorage
 
-GIGABYTES, ROUNDS = 2, 7
+GIGABYTES, ROUNDS = 2, 8
 PIECE = 16 << 20
 
 
@@ -105,29 +106,55 @@ def freshly_mapped_copy(path: str, model: nn.ParameterList) -> float:
 def storage_round(
     root: str, checkpointer: Any, model: nn.ParameterList, step: int, scratch: mmap.mmap
 ) -> dict[str, float]:
-    """One turn of writing and reading."""
-    figures = {"by hand": common.timed(lambda: by_hand(root, scratch))}
-    shutil.rmtree(os.path.join(root, "by-hand"))
-    figures["flush"] = checkpointer_flush(checkpointer, step)
+    """One turn of writing and reading. Who comes first changes from round to round."""
+    figures: dict[str, float] = {}
+
+    def write_by_hand() -> None:
+        figures["by hand"] = common.timed(lambda: by_hand(root, scratch))
+        shutil.rmtree(os.path.join(root, "by-hand"))
+
+    def flush() -> None:
+        figures["flush"] = checkpointer_flush(checkpointer, step)
+
+    in_turn(step, write_by_hand, flush)
     directory = f"step-{step:08d}"
     shard = os.path.join(root, directory, "rank-00000.safetensors")
-    drop_cache(shard)
-    figures["raw read"] = common.timed(lambda: raw_read(shard, scratch))
-    drop_cache(shard)
     worker = Worker("bench-hash")
     storage = LocalStorage(root)
     snapshots = []
+
+    def read_raw() -> None:
+        drop_cache(shard)
+        figures["raw read"] = common.timed(lambda: raw_read(shard, scratch))
 
     def read() -> None:
         view = memoryview(scratch)
         snapshots.append(open_storage(storage, directory, rank=0, world_size=1, image=view, submit=worker.submit))
 
-    figures["read + verify"] = common.timed(read)
+    def read_verified() -> None:
+        drop_cache(shard)
+        figures["read + verify"] = common.timed(read)
+
+    read_raw()  # the disk's own cache: whoever came first would pay for the second
+    in_turn(step, read_raw, read_verified)
+    read()  # the raw read may have come last, and knows nothing of headers
     worker.stop(None)
-    (snapshot,) = snapshots
-    figures["apply"] = common.timed(lambda: apply(snapshot, model))
-    figures["memcpy"] = common.timed(lambda: memcpy(scratch, model))
+    snapshot = snapshots[-1]
+
+    def apply_verified() -> None:
+        figures["apply"] = common.timed(lambda: apply(snapshot, model))
+
+    def copy() -> None:
+        figures["memcpy"] = common.timed(lambda: memcpy(scratch, model))
+
+    in_turn(step, apply_verified, copy)
     return figures
+
+
+def in_turn(number: int, *actions: Callable[[], None]) -> None:
+    """Run two actions, in an order that changes with `number`."""
+    for action in actions if number % 2 else reversed(actions):
+        action()
 
 
 def checkpointer_flush(checkpointer: Any, step: int) -> float:
@@ -173,7 +200,7 @@ class Watching(easyckpt.Checkpointer):
         self._parts.coordinator._emit = watch
 
 
-def memory_round(root: str, model: nn.ParameterList, directory: str) -> dict[str, float]:
+def memory_round(root: str, model: nn.ParameterList, directory: str, number: int) -> dict[str, float]:
     """A job that left with an exception, and one that goes on from its memory."""
     job = easyckpt.Checkpointer(root, {"model": model}, save_storage_interval=10**9, slots=2)
     job.load()
@@ -181,11 +208,17 @@ def memory_round(root: str, model: nn.ParameterList, directory: str) -> dict[str
     job.wait()
     job.abandon()
     (slot,) = [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(".0")]
-    figures = {"memcpy of a fresh mapping": freshly_mapped_copy(slot, model)}
-    again = easyckpt.Checkpointer(root, {"model": model}, save_storage_interval=10**9, slots=2)
-    seconds = common.timed(again.load)
-    figures["restore from memory"] = seconds
-    again.abandon()
+    figures: dict[str, float] = {}
+
+    def copy() -> None:
+        figures["memcpy of a fresh mapping"] = freshly_mapped_copy(slot, model)
+
+    def restore() -> None:
+        again = easyckpt.Checkpointer(root, {"model": model}, save_storage_interval=10**9, slots=2)
+        figures["restore from memory"] = common.timed(again.load)
+        again.abandon()
+
+    in_turn(number, copy, restore)
     for name in os.listdir(directory):
         os.unlink(os.path.join(directory, name))
     return figures
@@ -220,9 +253,9 @@ def main() -> None:
     memory = tempfile.mkdtemp(prefix="easyckpt-bench-", dir="/dev/shm")
     os.environ["EASYCKPT_MEMORY_DIR"] = memory
     try:
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
             root = tempfile.mkdtemp(prefix="easyckpt-bench-", dir=os.environ.get("EASYCKPT_BENCH_DIR"))
-            memory_rounds.append(memory_round(root, model, memory))
+            memory_rounds.append(memory_round(root, model, memory, number))
             shutil.rmtree(root)
     finally:
         shutil.rmtree(memory)

@@ -282,7 +282,9 @@ def reserve(now: Capture, capture: StateCapture, opened: OpenedRoot, config: Che
     Raises OutOfSpace when storage has no room for one checkpoint of that size: rotation deletes only after a commit.
     """
     nbytes = expected_bytes(now.layout.image_bytes, capture.optimizers(), config.optimizer_factor)
-    tail = 3 * len(now.layout.encoded) + 2 * len(now.objects) + TAIL_SLACK_BYTES
+    # (what a state that grows needs to be described grows with it)
+    growth = max(1.0, min(4.0, nbytes / max(1, now.layout.image_bytes)))
+    tail = int(growth * len(now.layout.encoded)) + 2 * len(now.objects) + TAIL_SLACK_BYTES
     free = opened.storage.free_bytes()
     if opened.lease is not None and free < nbytes + config.min_free_bytes:
         raise OutOfSpace(

@@ -14,6 +14,7 @@ from easyckpt.errors import DamagedCheckpoint, FormatError, NewerFormat, Unsuppo
 from easyckpt.format import dtypes, image
 from easyckpt.format.canonical import dumps, loads
 from easyckpt.format.image import Layout, LeafSpec, plan_layout, shard_header, shard_keys, written_bytes
+from easyckpt.format.leaf import COLUMNS
 
 
 def spec(path, dtype="float32", shape=(2,), order=None, replicated=False, device="cpu"):
@@ -233,7 +234,7 @@ def edited(change):
 
 
 def put(number, name, value):
-    return lambda layout: layout["leaves"][number].__setitem__(name, value)
+    return lambda layout: layout["leaves"][name].__setitem__(number, value)
 
 
 @pytest.mark.parametrize(
@@ -246,10 +247,15 @@ def put(number, name, value):
         put(0, "path", [{"$": "tensor", "v": 0}]), put(0, "path", [{"$": "set", "v": []}]), put(0, "replicated", 1),
         put(0, "replicated", True), put(0, "device", "../x"), put(0, "dtype", "qint8"), put(0, "dtype", None),
         put(0, "shape", [2**40, 2**40]), put(1, "offset", 0), put(2, "offset", 28),
+        put(0, "owner", -1), put(0, "owner", "0"), put(0, "owner", None), put(0, "owner", True), put(0, "nbytes", None),
+        put(0, "device", None),
         lambda layout: layout.update(own_bytes=32), lambda layout: layout.update(image_bytes=2**80),
         lambda layout: layout.update(rank=2), lambda layout: layout.update(world_size=0),
-        lambda layout: layout.update(leaves={}), lambda layout: layout["leaves"].pop(),
-        lambda layout: layout["leaves"].append(3), lambda layout: layout.pop("trees"),
+        lambda layout: layout.update(leaves={}), lambda layout: layout.update(leaves=[]),
+        *(lambda layout, name=name: layout["leaves"][name].pop() for name in COLUMNS[:-1]),
+        *(lambda layout, name=name: layout["leaves"][name].append(3) for name in COLUMNS[:-1]),
+        *(lambda layout, name=name: layout["leaves"].update({name: None}) for name in COLUMNS[:-1]),
+        lambda layout: layout.pop("trees"),
     ],
 )  # fmt: skip
 def test_every_field_is_checked(change):
@@ -260,6 +266,20 @@ def test_every_field_is_checked(change):
 def test_a_newer_layout_is_named_so():
     with pytest.raises(NewerFormat, match="format 2"):
         Layout.from_bytes(edited(lambda layout: layout.update(format=2)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put(0, "owner", 0), put(2, "owner", 1),
+        lambda layout: layout["leaves"].update({"global": [[[4, 3], [2, 0]], None, None]}),
+        lambda layout: layout["leaves"].update(compressed=[]), lambda layout: layout["leaves"].pop("device"),
+    ],
+)  # fmt: skip
+def test_what_a_later_version_may_write_is_refused_as_newer(change):
+    """Pieces of tensors, and replicated tensors that another rank than rank 0 wrote."""
+    with pytest.raises(NewerFormat, match="upgrade"):
+        Layout.from_bytes(edited(change))
 
 
 def test_not_a_layout():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias
 
 from easyckpt.errors import DamagedCheckpoint
 
@@ -17,6 +18,7 @@ Json: TypeAlias = dict[str, "Json"] | list["Json"] | str | int | float | bool | 
 #: Deepest nesting that :func:`loads` accepts.
 MAX_DEPTH = 200
 
+_CONTAINERS = frozenset({dict, list})
 _encoder = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"), check_circular=False)
 
 
@@ -38,14 +40,13 @@ def loads(data: bytes | bytearray | memoryview) -> Json:
 
 
 def _deeper_than(value: Json, limit: int) -> bool:
-    level = [value]
+    """One look at each value: an index may hold hundreds of thousands."""
+    level: list[Any] = [value] if type(value) in _CONTAINERS else []
     for _ in range(limit):
-        level = [
-            child
-            for container in level
-            if isinstance(container, (list, dict))
-            for child in (container if isinstance(container, list) else container.values())
-        ]
+        children = chain.from_iterable(
+            container.values() if type(container) is dict else container for container in level
+        )
+        level = [child for child in children if type(child) in _CONTAINERS]
         if not level:
             return False
     return True

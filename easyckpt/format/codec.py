@@ -211,10 +211,15 @@ def path_to_json(path: Path) -> list[Json]:
     return keys
 
 
+_PLAIN_KEYS = frozenset({str, int})
+
+
 def path_from_json(value: Json) -> Path:
     """Read what :func:`path_to_json` gave. Raises DamagedCheckpoint."""
     if type(value) is not list:
         raise DamagedCheckpoint("a path is not a list")
+    if set(map(type, value)) <= _PLAIN_KEYS:
+        return tuple(value)
     path = tuple(key if type(key) is str or type(key) is int else decode(key, _no_tensor) for key in value)
     if not all(map(_is_simple, path)):
         raise DamagedCheckpoint("a path has a key that is no simple value")

@@ -8,7 +8,6 @@ multiple of 4096 bytes, and a prefix of the image exactly as it stands in memory
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -17,9 +16,10 @@ import xxhash
 
 from easyckpt.errors import DamagedCheckpoint, NewerFormat, UnsupportedValue
 from easyckpt.format.canonical import Json, dumps, loads
-from easyckpt.format.codec import Path, path_from_json, path_text, path_to_json
+from easyckpt.format.codec import path_text
 from easyckpt.format.dtypes import DTYPES, ITEM_BYTES, dtype_name, storage_dtype
-from easyckpt.format.fields import MAX_NUMBER, Fields
+from easyckpt.format.fields import Fields
+from easyckpt.format.leaf import Leaf, LeafSpec, leaves_from_json, leaves_to_json
 
 __all__ = [
     "ALIGNMENT", "DTYPES", "ITEM_BYTES", "PADDING_KEY", "Layout", "Leaf", "LeafSpec", "align", "dtype_name",
@@ -34,45 +34,10 @@ PADDING_KEY = "easyckpt.padding"
 #: The safetensors library refuses a longer header.
 MAX_HEADER_BYTES = 100_000_000
 
-_DEVICE = re.compile(r"[a-z0-9_]{1,32}")
-
 
 def align(size: int) -> int:
     """Round `size` up to a multiple of 4096."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True, slots=True)
-class LeafSpec:
-    """One tensor as the state has it."""
-
-    path: Path
-    """Where it is in the state."""
-    dtype: str
-    """Its dtype's name, such as ``float32``."""
-    shape: tuple[int, ...]
-    """Its shape."""
-    order: tuple[int, ...]
-    """The permutation of its dimensions in which it is contiguous; ``(0, 1, ...)`` for most."""
-    device: str
-    """The type of its device, such as ``cuda``."""
-    replicated: bool
-    """All ranks hold the same bytes, so that one rank writes them."""
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The contiguous shape in which its bytes lie in the image."""
-        return tuple(self.shape[dimension] for dimension in self.order)
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf(LeafSpec):
-    """One tensor and its place in the image."""
-
-    offset: int
-    """Where its bytes begin, counted from the start of the image."""
-    nbytes: int
-    """How many bytes it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +89,13 @@ class Layout:
         if fields.number("format") != LAYOUT_FORMAT:
             raise NewerFormat(f"layout of format {fields.number('format')}; this version reads {LAYOUT_FORMAT}")
         world_size = fields.number("world_size", low=1)
+        rank = fields.number("rank", high=world_size - 1)
         layout = cls(
-            leaves=tuple(_leaf(item, number) for number, item in enumerate(fields.items("leaves"))),
+            leaves=leaves_from_json(fields.raw("leaves"), rank),
             own_bytes=fields.number("own_bytes"),
             image_bytes=fields.number("image_bytes"),
             trees=fields.raw("trees"),
-            rank=fields.number("rank", high=world_size - 1),
+            rank=rank,
             world_size=world_size,
         )
         _check_places(layout)
@@ -137,7 +103,6 @@ class Layout:
 
 
 def _encode(layout: Layout) -> bytes:
-    # Piece by piece, since one call for 20,000 leaves would hold the GIL for tens of milliseconds.
     head: Json = {
         "format": LAYOUT_FORMAT,
         "rank": layout.rank,
@@ -145,56 +110,7 @@ def _encode(layout: Layout) -> bytes:
         "own_bytes": layout.own_bytes,
         "image_bytes": layout.image_bytes,
     }
-    leaves = b",".join(dumps(_leaf_to_json(leaf)) for leaf in layout.leaves)
-    return b'%b,"leaves":[%b],"trees":%b}' % (dumps(head)[:-1], leaves, dumps(layout.trees))
-
-
-def _leaf_to_json(leaf: Leaf) -> Json:
-    return {
-        "path": path_to_json(leaf.path),
-        "dtype": leaf.dtype,
-        "shape": list(leaf.shape),
-        "order": list(leaf.order),
-        "device": leaf.device,
-        "replicated": leaf.replicated,
-        "offset": leaf.offset,
-        "nbytes": leaf.nbytes,
-    }
-
-
-def _leaf(value: Json, number: int) -> Leaf:
-    fields = Fields(value, f"layout: leaf {number}")
-    dtype = fields.text("dtype")
-    if dtype not in DTYPES:
-        raise NewerFormat(f"layout: leaf {number} has dtype {dtype[:40]!r}, which this torch does not have")
-    shape, order = fields.numbers("shape"), fields.numbers("order")
-    if sorted(order) != list(range(len(shape))):
-        fields.damaged("order", "a permutation of the dimensions")
-    nbytes = fields.number("nbytes")
-    if nbytes != _product(shape) * ITEM_BYTES[dtype]:
-        fields.damaged("nbytes", "what shape and dtype say")
-    return Leaf(
-        path=path_from_json(fields.raw("path")),
-        dtype=dtype,
-        shape=shape,
-        order=order,
-        device=fields.text("device", _DEVICE),
-        replicated=fields.flag("replicated"),
-        offset=fields.number("offset"),
-        nbytes=nbytes,
-    )
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    """The number of elements, not followed beyond what the format can hold."""
-    if 0 in shape:
-        return 0
-    count = 1
-    for size in shape:
-        count *= size
-        if count > MAX_NUMBER:
-            raise DamagedCheckpoint("layout: a tensor larger than any memory")
-    return count
+    return b'%b,"leaves":%b,"trees":%b}' % (dumps(head)[:-1], leaves_to_json(layout.leaves), dumps(layout.trees))
 
 
 def _check_places(layout: Layout) -> None:
@@ -215,7 +131,7 @@ def _check_places(layout: Layout) -> None:
 def plan_layout(specs: Iterable[LeafSpec], trees: Json, rank: int, world_size: int) -> Layout:
     """Give every leaf its place. With one rank everything is its own."""
     ordered = tuple(specs)
-    alone = world_size == 1
+    everywhere = [spec.replicated and world_size > 1 for spec in ordered]
     sizes = [math.prod(spec.shape) * ITEM_BYTES[spec.dtype] for spec in ordered]
     offsets = [0] * len(ordered)
 
@@ -225,12 +141,12 @@ def plan_layout(specs: Iterable[LeafSpec], trees: Json, rank: int, world_size: i
             position += sizes[number]
         return position
 
-    replicated = [number for number, spec in enumerate(ordered) if spec.replicated and not alone]
-    own_bytes = place([number for number, spec in enumerate(ordered) if alone or not spec.replicated], 0)
+    replicated = [number for number, shared in enumerate(everywhere) if shared]
+    own_bytes = place([number for number, shared in enumerate(everywhere) if not shared], 0)
     image_bytes = place(replicated, align(own_bytes)) if replicated else own_bytes
     leaves = tuple(
-        Leaf(spec.path, spec.dtype, spec.shape, spec.order, spec.device, spec.replicated and not alone, offset, nbytes)
-        for spec, offset, nbytes in zip(ordered, offsets, sizes, strict=True)
+        Leaf(spec.path, spec.dtype, spec.shape, spec.order, spec.device, shared, 0 if shared else rank, offset, nbytes)
+        for spec, shared, offset, nbytes in zip(ordered, everywhere, offsets, sizes, strict=True)
     )
     return Layout(leaves, own_bytes, image_bytes, trees, rank, world_size)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from easyckpt.distributed.rendezvous import Channel
 from easyckpt.errors import DamagedCheckpoint, PartlyApplied, PeerError
@@ -45,7 +47,8 @@ def restore_agreed(
     agreed = [Candidate.from_json(value) for value in sent] if isinstance(sent, list) else []
     passed_over = []
     for candidate in agreed:
-        reason = _try(channel, candidate, open_candidate, check, apply, timeout=timeout)
+        with _collector_paused():
+            reason = _try(channel, candidate, open_candidate, check, apply, timeout=timeout)
         if reason is None:
             return candidate
         skipped(candidate, reason)
@@ -56,6 +59,20 @@ def restore_agreed(
             f"{''.join(passed_over)}\nRepair one of them, or give the job a new root to start again."
         )
     return None
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without the cyclic garbage collector: tens of thousands of new objects would make it walk the heap again and
+    again, and none of them is garbage.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _try(

@@ -20,7 +20,7 @@ from easyckpt.format import codec
 from easyckpt.format.dtypes import DTYPES
 from easyckpt.format.fields import Fields
 from easyckpt.format.image import Layout, Leaf
-from easyckpt.state.tensors import TieKey, device_for, new_like, require_supported, tie_key
+from easyckpt.state.tensors import TieKey, device_for, new_like, require_supported, same_kind, tie_key
 
 if TYPE_CHECKING:
     from easyckpt.format.codec import Json, Path
@@ -214,8 +214,8 @@ def compare(name: str, saved: Mapping[Any, Any], live: Mapping[Any, Any], *, str
     for key, there in saved.items():
         here = live.get(key)
         if isinstance(there, Ref) and isinstance(here, torch.Tensor):
-            problem = mismatch(f"{name}: {key!r}", there.leaf, here)
-            problems += [problem] if problem else []
+            if not same_kind(here, there.leaf.shape, DTYPES.get(there.leaf.dtype)):
+                problems += filter(None, [mismatch(f"{name}: {key!r}", there.leaf, here)])
         elif key in live and isinstance(there, Ref) != isinstance(here, torch.Tensor):
             what = ("a tensor", "another value") if isinstance(there, Ref) else ("another value", "a tensor")
             problems.append(f"{name}: {key!r} is {what[0]} in the checkpoint and {what[1]} here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import random
 import sys
 from collections.abc import Mapping
@@ -44,7 +45,8 @@ def cuda_generators() -> tuple[torch.Generator, ...]:
 
 def _python_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+    # By way of an array: torch would look at each of the words.
+    return {"version": version, "words": torch.frombuffer(array.array("q", words), dtype=torch.int64), "gauss": gauss}
 
 
 def _numpy_state(numpy: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from easyckpt.errors import UnsupportedValue
 from easyckpt.state.components import Component, Fetch, Part, Ref, Saved, call, compare, encode, owned
-from easyckpt.state.tensors import TieKey, copy_exact, require_supported, tie_key
+from easyckpt.state.tensors import TieKey, copy_all_exact, require_supported, tie_key
 
 if TYPE_CHECKING:
     from easyckpt.format.codec import Json, Path
@@ -225,7 +225,7 @@ class ModuleComponent(Component):
 
     def _live(self) -> tuple[bool, Any]:
         """(whether the tables alone are the state, the live state dict)."""
-        part = self._plan()
+        part = self.collect()
         if not part.firm:
             return False, self._state_dict()
         return True, dict(zip(self._names, part.tensors, strict=True))
@@ -245,6 +245,9 @@ class ModuleComponent(Component):
 
     def _untied(self, saved: Saved, there: Mapping[str, Any], here: Mapping[str, torch.Tensor]) -> list[str]:
         """Names that are one tensor here and would get different values."""
+        pointers = list(map(torch.Tensor.data_ptr, here.values()))
+        if len(set(pointers)) == len(pointers):
+            return []  # nothing is tied here
         first: dict[TieKey, tuple[str, int]] = {}
         problems = []
         for name, ref in there.items():
@@ -259,9 +262,9 @@ class ModuleComponent(Component):
     def apply(self, saved: Saved, fetch: Fetch, *, strict: bool) -> None:
         in_place, here = self._live()
         if in_place:
-            for name, ref in self._saved_state(saved, saved.ref, here).items():
-                if isinstance(ref, Ref) and name in here:
-                    copy_exact(here[name], fetch(ref.number))
+            there = self._saved_state(saved, saved.ref, here)
+            both = [(here[name], ref) for name, ref in there.items() if isinstance(ref, Ref) and name in here]
+            copy_all_exact([target for target, _ in both], [fetch(ref.number) for _, ref in both])
             return
         # The user's code may keep what it is given, and fetched tensors are only lent: it gets its own.
         value = self._saved_state(saved, owned(saved, fetch, "cpu"), here)

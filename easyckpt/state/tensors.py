@@ -5,6 +5,7 @@ Everything here is exact to the bit: values are moved, never converted.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ from easyckpt.errors import UnsupportedValue
 from easyckpt.format import codec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from easyckpt.format.codec import Path
 
 #: Two tensors with equal keys are the same memory seen in the same way, that is: tied.
@@ -70,9 +73,15 @@ def require_memory(tensor: torch.Tensor, path: Path) -> int:
     return pointer
 
 
+@functools.cache
+def _identity(dimensions: int) -> tuple[int, ...]:
+    """One object for all tensors that have so many dimensions."""
+    return tuple(range(dimensions))
+
+
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The permutation of dimensions under which `tensor` is contiguous; None: strided under every one."""
-    identity = tuple(range(tensor.dim()))
+    identity = _identity(tensor.dim())
     if tensor.is_contiguous():
         return identity
     strides = tensor.stride()
@@ -84,7 +93,7 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 def stored(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """`tensor` as it lies in the image: a view with the dimensions in `order`, sharing memory and version counter."""
     view = tensor.detach()
-    return view if order == tuple(range(tensor.dim())) else view.permute(order)
+    return view if order == _identity(tensor.dim()) else view.permute(order)
 
 
 def tie_key(tensor: torch.Tensor) -> TieKey:
@@ -99,8 +108,37 @@ def storage_key(tensor: torch.Tensor) -> TieKey:
     return (tensor.device, pointer) if pointer else ("empty", id(tensor))
 
 
+def copy_all_exact(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """`copy_exact` for many: all that are simple blocks of memory in one call, since each call has its price."""
+    simple: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for target, source in zip(targets, sources, strict=True):
+        if _is_simple(target):
+            simple[0].append(target)
+            simple[1].append(source)
+        else:
+            copy_exact(target, source)
+    if simple[0]:
+        with torch.no_grad():
+            torch._foreach_copy_(*simple)
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor.copy_`` alone is exact: nothing lazy, expanded or exotic about it."""
+    return (
+        type(tensor) in _KNOWN
+        and tensor.dtype in _SIMPLE
+        and tensor.is_contiguous()
+        and not tensor.is_inference()
+        and not tensor.is_neg()
+    )
+
+
 def copy_exact(target: torch.Tensor, source: torch.Tensor) -> None:
     """Fill `target` in place with the bits of `source` (same shape and dtype), whatever their memory formats."""
+    if _is_simple(target):
+        with torch.no_grad():
+            target.copy_(source)
+        return
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         for dim, (size, step) in enumerate(zip(target.shape, target.stride(), strict=True)):
             if step == 0 and size > 1:  # expanded: all places are one, and writing one writes all
@@ -119,6 +157,7 @@ _PLAIN = frozenset(
         torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.complex64, torch.complex128,
     }
 )  # fmt: skip
+_SIMPLE = frozenset(dtype for dtype in _PLAIN if not dtype.is_complex)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -127,7 +166,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(_BITS[tensor.element_size()])
 
 
-def same_kind(live: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+def same_kind(live: Any, shape: tuple[int, ...], dtype: torch.dtype | None) -> bool:
     """Whether `live` is a tensor that a leaf of this shape and dtype can fill in place."""
     return isinstance(live, torch.Tensor) and tuple(live.shape) == tuple(shape) and live.dtype == dtype
 
@@ -141,7 +180,7 @@ def new_like(source: torch.Tensor, device: torch.device | str, like: torch.Tenso
         empty = torch.empty_like(like, dtype=source.dtype, device=device, requires_grad=False)
     else:
         empty = torch.empty_like(source, device=device, requires_grad=False)
-    if dense_order(empty) != dense_order(source):
+    if not (empty.is_contiguous() and source.is_contiguous()) and dense_order(empty) != dense_order(source):
         empty = torch.empty_like(source, device=device, requires_grad=False)
     copy_exact(empty, source)
     return empty
