@@ -136,12 +136,13 @@ class ModuleComponent(Component):
     def _look(self, modules: list[nn.Module]) -> tuple[list[Any], Any]:
         """(everything in the modules' tables, what must be equal for the plan to be right); no Python loop inside."""
         tables = list(chain.from_iterable(map(_TABLES, map(vars, modules))))
-        values = list(chain.from_iterable(map(_VALUES, tables)))
+        filled = list(filter(None, tables))
+        values = list(chain.from_iterable(map(_VALUES, filled)))
         token = (
             list(map(id, modules)),
             list(map(type, modules)),
             list(map(len, tables)),
-            list(chain.from_iterable(tables)),
+            list(chain.from_iterable(filled)),
             list(map(id, values)),
             list(map(frozenset, map(_NON_PERSISTENT, modules))),
         )
