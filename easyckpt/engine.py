@@ -26,6 +26,7 @@ from easyckpt.loading.loader import Loader, Restored, restore_read_only
 from easyckpt.saving.emergency import SignalWatcher
 from easyckpt.saving.housekeeper import Housekeeper
 from easyckpt.saving.line import Origin
+from easyckpt.saving.metrics import COMPONENT as METRICS
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.saver import Saver
 from easyckpt.state.capture import StateCapture
@@ -33,7 +34,6 @@ from easyckpt.state.data_position import DataPosition
 from easyckpt.state.rng import RNG, RngComponent, put_back
 
 DATA = "easyckpt.data"
-METRICS = "easyckpt.metrics"
 #: Seconds that background threads get to write out logs and let go at the end.
 FAREWELL_SECONDS = 10.0
 
@@ -364,7 +364,7 @@ def restore(root: str | os.PathLike[str], state: Mapping[str, Any], *, step: int
     For evaluation beside a running job: no lease, no shared memory, nothing on disk changes, and this process's
     generators stay as they are. Raises what Checkpointer.load raises.
     """
-    return restore_read_only(os.fspath(root), state, step=step)
+    return restore_read_only(os.fspath(root), state, step=step, naming=layout.NativeNaming())
 
 
 __all__ = ["CheckpointConfig", "Checkpointer", "Restored", "restore"]

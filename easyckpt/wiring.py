@@ -182,7 +182,7 @@ def committed_by(storage: LocalStorage, naming: layout.NamingScheme) -> Callable
     """Answers whether an attempt has become a checkpoint, by looking at the root."""
 
     def look(flush: Flush) -> bool:
-        entry = catalog.inspect(storage, naming.committed(flush.step))
+        entry = catalog.inspect(storage, naming.committed(flush.step), naming)
         return entry.problem is None and entry.manifest is not None and entry.manifest.attempt == flush.attempt
 
     return look

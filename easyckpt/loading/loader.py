@@ -16,7 +16,7 @@ from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel, LocalChannel
 from easyckpt.errors import DamagedCheckpoint, ForeignFormat, NoCheckpoint, StorageError
 from easyckpt.events import Event, Warned
-from easyckpt.format.layout import ROOT_FILE, NamingScheme, NativeNaming
+from easyckpt.format.layout import ROOT_FILE, NamingScheme
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.reader import Submit, open_storage, run_now
 from easyckpt.loading.resolve import Candidate, candidates
@@ -182,13 +182,13 @@ def _no_such_step(root: str, step: int, committed: Sequence[int]) -> str:
     )
 
 
-def restore_read_only(root: str, state: Mapping[str, Any], *, step: int | None) -> Restored:
+def restore_read_only(root: str, state: Mapping[str, Any], *, step: int | None, naming: NamingScheme) -> Restored:
     """Restore `state` from storage without owning anything. See `easyckpt.restore`."""
     storage = LocalStorage(root)
     record = catalog.read_root(storage)
     if record is None:
         raise ForeignFormat(f"{root} is not a checkpoint root: it has no {ROOT_FILE}")
-    found = catalog.scan(storage, NativeNaming())
+    found = catalog.scan(storage, naming)
     listed = candidates(found, record, (), run=record.run, arena_id="", step=step)
     if not listed and step is not None:
         every = candidates(found, record, (), run=record.run, arena_id="")

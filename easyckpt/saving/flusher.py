@@ -126,12 +126,10 @@ class Flusher:
 
         def job() -> None:
             begun = time.perf_counter()
-            storage = self._context.storage
+            storage, naming = self._context.storage, self._context.naming
             try:
-                found = catalog.scan(storage, self._context.naming)
-                removed = apply_retention(
-                    storage, found, newest=self._keep_newest, held=held, naming=self._context.naming
-                )
+                found = catalog.scan(storage, naming)
+                removed = apply_retention(storage, naming, found, newest=self._keep_newest, held=held)
             except (EasyckptError, OSError) as error:
                 logger.warning("rotating old checkpoints failed, will try again after the next commit: %s", error)
                 return

@@ -88,7 +88,7 @@ def _set_aside(storage: Storage, naming: layout.NamingScheme, record: RootRecord
             if entry.problem is None:
                 kept.append(entry.step)
             continue
-        stale = layout.stale_dir(entry.step, _abandoned_by(record, timeline, entry.step).id)
+        stale = naming.stale(entry.step, _abandoned_by(record, timeline, entry.step).id)
         logger.warning("%s lies past step %d, where training goes on from: set aside as %s", entry.name, fork, stale)
         storage.rename(entry.name, stale)
         failpoints.hit(SET_ASIDE)
@@ -120,7 +120,7 @@ def _tidy_attempts(storage: Storage, naming: layout.NamingScheme, record: RootRe
             final = naming.committed(entry.step)
             _make_manifest_durable(storage, entry.name)
             if storage.exists(final):
-                storage.rename(final, layout.trash_dir(final, secrets.token_hex(4)))
+                storage.rename(final, naming.trash(final, secrets.token_hex(4)))
             storage.rename(entry.name, final)
             logger.warning("%s was complete but for its rename: it is %s now", entry.name, final)
         else:
