@@ -316,12 +316,13 @@ def test_rescue_says_whom_it_waits_for_as_long_as_the_run_s_lease_timeout(dead, 
     record = LeaseRecord.from_bytes((dead / layout.LEASE).read_bytes())
     elsewhere = replace(record, host="elsewhere", boot="another/1/2")
     (dead / layout.LEASE).write_bytes(elsewhere.to_bytes())
-    monkeypatch.setenv("EASYCKPT_LEASE_TIMEOUT", "0.5")
+    monkeypatch.setenv("EASYCKPT_LEASE_TIMEOUT", "1")
     monkeypatch.setenv("EASYCKPT_LEASE_INTERVAL", "0.2")
     rescued = run("rescue", dead, "--json")
     assert rescued.document["rescued"][-1]["step"] == 3
     assert "waiting for" in rescued.err
     assert "on host elsewhere" in rescued.err
+    assert "after 1 s" in rescued.err
 
 
 # -- bad input: one line, exit code 2, nothing changed

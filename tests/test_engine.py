@@ -136,6 +136,16 @@ def test_save_is_durable_when_its_future_says_so(root):
         assert committed(root) == [1, 2]
 
 
+def test_a_damaged_directory_in_the_way_of_a_commit_is_moved_aside(root):
+    with Checkpointer(root, {"numbers": {"a": 1}}) as checkpointer:
+        checkpointer.load()
+        checkpointer.save(3, wait=True)
+        (root / "step-00000004").mkdir()
+        checkpointer.save(4, wait=True)
+    assert committed(root) == [3, 4]
+    assert easyckpt.restore(root, {"numbers": {"a": 0}}).step == 4
+
+
 def test_step_zero_can_be_saved(root):
     training, _ = start(root)
     with training.checkpointer as checkpointer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def commit(context: CommitContext, flush: Flush, files: Mapping[str, tuple[int, 
         storage.sync_dir("")  # an earlier attempt was renamed, and may not have come to this
         storage.remove_tree(temporary)
         return sum(size for size, _ in files.values())
-    _make_way(context, final, flush)
+    _make_way(context, final)
     context.check_lease()
     with storage.create(f"{temporary}/{layout.MANIFEST}") as file:
         data = manifest.to_bytes()
@@ -111,7 +112,7 @@ def _is_committed(context: CommitContext, final: str, manifest: Manifest) -> boo
     )
 
 
-def _make_way(context: CommitContext, final: str, flush: Flush) -> None:
+def _make_way(context: CommitContext, final: str) -> None:
     """Move a damaged directory of the same name aside; a valid one of another line is never touched."""
     storage = context.storage
     if not storage.exists(final):
@@ -120,7 +121,7 @@ def _make_way(context: CommitContext, final: str, flush: Flush) -> None:
     if entry.problem is None:
         raise SaveFailed(f"{final} is a checkpoint of another line of training; it is not overwritten")
     logger.warning("%s is damaged (%s) and is moved to trash", final, entry.problem)
-    storage.rename(final, context.naming.trash(final, flush.attempt))
+    storage.rename(final, context.naming.trash(final, secrets.token_hex(4)))
     storage.sync_dir("")
 
 
