@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from easyckpt import ending, wiring
 from easyckpt.config import CheckpointConfig, resolve
@@ -29,6 +30,7 @@ from easyckpt.saving.line import Origin
 from easyckpt.saving.metrics import COMPONENT as METRICS
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.saver import Saver
+from easyckpt.settings import Settings, shows_settings
 from easyckpt.state.capture import StateCapture
 from easyckpt.state.data_position import DataPosition
 from easyckpt.state.rng import RNG, RngComponent, put_back
@@ -54,6 +56,7 @@ class Checkpointer:
     another job owns the root, UsageError for WORLD_SIZE > 1 without a process group.
     """
 
+    @shows_settings
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -61,7 +64,7 @@ class Checkpointer:
         *,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         process_group: Any = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         self._pid = os.getpid()
         self._config = resolve(settings, config)
