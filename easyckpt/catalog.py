@@ -48,6 +48,11 @@ class Entry:
         """Whether the manifest parses, fits the name, and all of its files are there in their sizes."""
         return self.manifest is not None and self.problem is None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that the manifest lists; 0 where there is none to say it."""
+        return sum(file.size for file in self.manifest.files.values()) if self.manifest is not None else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Catalog:

@@ -174,6 +174,7 @@ class Checkpointer:
         self._events.emit(
             RestoredEvent(
                 step=restored.step,
+                bytes=outcome.nbytes,
                 tier=restored.tier or "none",
                 path=restored.path,
                 timeline=restored.timeline,

@@ -19,7 +19,7 @@ TOP = "the package itself"  # easyckpt/__init__.py and __main__.py
 BASE = {"errors", "failpoints", "version"}
 BELOW = BASE | {"format"}
 TIERS = BELOW | {"memory", "distributed", "storage"}
-ROOMS_BELOW_SAVING = TIERS | {"state", "catalog", "config", "events"}
+ROOMS_BELOW_SAVING = TIERS | {"state", "catalog", "config", "events", "event_kinds"}
 ENGINE = {"engine", "ending", "wiring"}  # the Checkpointer, how it ends, how it puts the rooms together
 ENGINE_AND_BELOW = ROOMS_BELOW_SAVING | {"saving", "loading"} | ENGINE
 
@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": BELOW,
     "config": BELOW,
     "settings": BELOW | {"config"},
-    "events": BELOW,
+    "event_kinds": BELOW,
+    "events": BELOW | {"event_kinds"},
     "memory": BELOW,
     "distributed": BELOW,
     "storage": BELOW,

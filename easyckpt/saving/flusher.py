@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from easyckpt import catalog
+from easyckpt.catalog import Catalog, Entry
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.errors import EasyckptError, OutcomeUnknown
 from easyckpt.events import Event, Retained
@@ -134,8 +135,7 @@ class Flusher:
                 logger.warning("rotating old checkpoints failed, will try again after the next commit: %s", error)
                 return
             if removed:
-                steps = tuple(entry.step for entry in removed)
-                self._emit(Retained(removed=steps, seconds=time.perf_counter() - begun))
+                self._emit(_retained(found, removed, time.perf_counter() - begun))
 
         return self._worker.submit(job)
 
@@ -154,3 +154,14 @@ class Flusher:
                 self._context.storage.remove_tree(directory)
         except (EasyckptError, OSError) as error:
             logger.warning("removing %s failed: %s", directory, error)
+
+
+def _retained(found: Catalog, removed: Sequence[Entry], seconds: float) -> Retained:
+    kept = [entry.step for entry in found.committed() if entry not in removed]
+    return Retained(
+        step=max(kept, default=None),
+        bytes=sum(entry.nbytes for entry in removed),
+        seconds=seconds,
+        removed=tuple(entry.step for entry in removed),
+        kept=tuple(kept),
+    )
