@@ -172,7 +172,7 @@ def _facts(target: Target, entry: Entry, manifest: Manifest) -> list[str]:
     if entry.problem is not None:
         lines.append(f"not valid: {entry.problem}")
     if manifest.parent is not None:
-        lines.append(f"copied from {manifest.parent}")
+        lines.append(f"its run began from a copy of {manifest.parent}")
     if manifest.metrics:
         lines.append("metrics: " + ", ".join(f"{name}={value}" for name, value in manifest.metrics.items()))
     return [*lines, ""]

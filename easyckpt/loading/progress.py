@@ -61,15 +61,13 @@ def _records(storage: Storage, path: str) -> Iterable[dict[str, Any]]:
 
 
 def _tail(storage: Storage, path: str) -> bytes:
-    """The last whole lines of a log; nothing where it cannot be read."""
+    """The end of a log, which may begin in the middle of a line; nothing where it cannot be read."""
     try:
         with storage.reader(path) as reader:
-            begin = max(0, reader.size - TAIL_BYTES)
             buffer = bytearray(min(reader.size, TAIL_BYTES))
-            data = bytes(buffer[: reader.read_into(buffer, begin)])
+            return bytes(buffer[: reader.read_into(buffer, reader.size - len(buffer))])
     except (EasyckptError, OSError):
         return b""
-    return data.partition(b"\n")[2] if begin else data
 
 
 def _step(record: dict[str, Any]) -> int | None:

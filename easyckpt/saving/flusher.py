@@ -58,7 +58,6 @@ class Flusher:
         self._writer = ShardWriter(context.storage, min_free_bytes=min_free_bytes)
         self._worker = Worker("easyckpt-flush")
         self._begun: dict[str, float] = {}
-        self.parent: str | None = None
 
     def prepare(self, layout: Layout) -> None:
         """The layout of the snapshots to come, so that it need not be parsed out of them."""
@@ -91,18 +90,20 @@ class Flusher:
     def commit(self, work: Work, view: SnapshotBytes) -> Future[CommitResult]:
         """Rank 0: steps 4 and 5 of the commit protocol."""
         begun = self._begun.pop(work.flush.attempt, time.perf_counter())
-        manifest = build_manifest(
-            work.flush,
-            work.files,
-            run=self._run,
-            timeline=view.meta.timeline,
-            world_size=self._ranks.world_size,
-            parent=self.parent,
-            metrics=self._metrics_of(work.flush.step),
-        )
+        timeline, metrics = view.meta.timeline, self._metrics_of(work.flush.step)
 
         def job() -> CommitResult:
             try:
+                record = catalog.read_root(self._context.storage)
+                manifest = build_manifest(
+                    work.flush,
+                    work.files,
+                    run=self._run,
+                    timeline=timeline,
+                    world_size=self._ranks.world_size,
+                    parent=record.parent if record is not None else None,
+                    metrics=metrics,
+                )
                 nbytes = commit(self._context, work.flush, work.files, manifest)
             except OutcomeUnknown as error:
                 return CommitResult(str(error), True, 0, time.perf_counter() - begun)
