@@ -16,7 +16,7 @@ from easyckpt.errors import DamagedCheckpoint, EasyckptError
 from easyckpt.format import layout
 from easyckpt.format.checksum import CHUNK_BYTES, chunk_count, chunk_digests, file_digest
 from easyckpt.format.codec import path_text
-from easyckpt.format.layout import NamingScheme, NativeNaming
+from easyckpt.format.layout import NamingScheme
 from easyckpt.format.manifest import FileRecord, Index, Manifest, RootRecord
 from easyckpt.storage.base import FileReader, Storage
 
@@ -47,6 +47,11 @@ class Entry:
     def valid(self) -> bool:
         """Whether the manifest parses, fits the name, and all of its files are there in their sizes."""
         return self.manifest is not None and self.problem is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that the manifest lists; 0 where there is none to say it."""
+        return sum(file.size for file in self.manifest.files.values()) if self.manifest is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +87,8 @@ class Problem:
 # Discovery.
 
 
-def scan(storage: Storage, naming: NamingScheme | None = None) -> Catalog:
+def scan(storage: Storage, naming: NamingScheme) -> Catalog:
     """List what is in the root; an empty catalog where the root does not exist. Raises only if it cannot be listed."""
-    naming = naming or NativeNaming()
     try:
         names = storage.listdir("")
     except FileNotFoundError:
@@ -103,9 +107,9 @@ def scan(storage: Storage, naming: NamingScheme | None = None) -> Catalog:
     return Catalog(entries, stray)
 
 
-def inspect(storage: Storage, name: str, naming: NamingScheme | None = None) -> Entry:
+def inspect(storage: Storage, name: str, naming: NamingScheme) -> Entry:
     """Look at one directory, whatever its name; one without a name of ours counts as committed under its manifest."""
-    entry = _classify(name, naming or NativeNaming())
+    entry = _classify(name, naming)
     if entry is not None:
         return _examined(storage, entry)
     return _examined(storage, Entry(step=-1, name=name, kind="committed"))
@@ -142,11 +146,12 @@ def _classify(name: str, naming: NamingScheme) -> Entry | None:
     temporary = naming.parse_temporary(name)
     if temporary is not None:
         return Entry(step=temporary[0], name=name, kind="temporary", attempt=temporary[1])
-    stale = layout.parse_stale_dir(name)
+    stale = naming.parse_stale(name)
     if stale is not None:
         return Entry(step=stale[0], name=name, kind="stale", timeline=stale[1])
-    if layout.is_trash(name):
-        inner = _classify(name.split("-", 2)[2], naming)
+    before = naming.parse_trash(name)
+    if before is not None:
+        inner = _classify(before, naming)
         return Entry(step=-1 if inner is None else inner.step, name=name, kind="trash")
     return None
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from easyckpt import ending, wiring
 from easyckpt.config import CheckpointConfig, resolve
@@ -26,14 +27,15 @@ from easyckpt.loading.loader import Loader, Restored, restore_read_only
 from easyckpt.saving.emergency import SignalWatcher
 from easyckpt.saving.housekeeper import Housekeeper
 from easyckpt.saving.line import Origin
+from easyckpt.saving.metrics import COMPONENT as METRICS
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.saver import Saver
+from easyckpt.settings import Settings, shows_settings
 from easyckpt.state.capture import StateCapture
 from easyckpt.state.data_position import DataPosition
 from easyckpt.state.rng import RNG, RngComponent, put_back
 
 DATA = "easyckpt.data"
-METRICS = "easyckpt.metrics"
 #: Seconds that background threads get to write out logs and let go at the end.
 FAREWELL_SECONDS = 10.0
 
@@ -54,6 +56,7 @@ class Checkpointer:
     another job owns the root, UsageError for WORLD_SIZE > 1 without a process group.
     """
 
+    @shows_settings
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -61,7 +64,7 @@ class Checkpointer:
         *,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         process_group: Any = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         self._pid = os.getpid()
         self._config = resolve(settings, config)
@@ -171,6 +174,7 @@ class Checkpointer:
         self._events.emit(
             RestoredEvent(
                 step=restored.step,
+                bytes=outcome.nbytes,
                 tier=restored.tier or "none",
                 path=restored.path,
                 timeline=restored.timeline,
@@ -364,7 +368,7 @@ def restore(root: str | os.PathLike[str], state: Mapping[str, Any], *, step: int
     For evaluation beside a running job: no lease, no shared memory, nothing on disk changes, and this process's
     generators stay as they are. Raises what Checkpointer.load raises.
     """
-    return restore_read_only(os.fspath(root), state, step=step)
+    return restore_read_only(os.fspath(root), state, step=step, naming=layout.NativeNaming())
 
 
 __all__ = ["CheckpointConfig", "Checkpointer", "Restored", "restore"]

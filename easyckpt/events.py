@@ -1,4 +1,4 @@
-"""What happened, as typed values: counted at once, written out in the background.
+"""What happened, as typed values (`event_kinds`): counted at once, written out in the background.
 
 ``EventLog.emit`` runs on the training thread and only appends to a queue. ``drain``, called by a background thread,
 writes the JSON lines (through `sink`), the readable log file and Python's logging. A failing sink or log file never
@@ -8,183 +8,58 @@ harms training, and is never silent: what is lost is counted and warned about.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Final
+
+from easyckpt.event_kinds import (
+    Event,
+    FlushBegun,
+    FlushCommitted,
+    FlushFailed,
+    FlushSkipped,
+    Restored,
+    Retained,
+    SnapshotBegun,
+    SnapshotDiscarded,
+    SnapshotSealed,
+    SnapshotSkipped,
+    Stats,
+    Warned,
+    in_plain_words,
+    reason_of,
+    summary,
+    to_line,
+    to_record,
+)
+
+__all__ = [
+    "Event",
+    "EventLog",
+    "FlushBegun",
+    "FlushCommitted",
+    "FlushFailed",
+    "FlushSkipped",
+    "Restored",
+    "Retained",
+    "SnapshotBegun",
+    "SnapshotDiscarded",
+    "SnapshotSealed",
+    "SnapshotSkipped",
+    "Stats",
+    "Warned",
+    "to_line",
+    "to_record",
+]
 
 logger: Final = logging.getLogger("easyckpt")
 
 #: Events that wait for drain() at most, so that memory stays bounded while storage hangs.
 QUEUE_LIMIT: Final = 100_000
 _RECENT: Final = 1_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """Base of all events. `step` counts finished steps (None: of no step), `seconds` is how long it took."""
-
-    LEVEL: ClassVar[int] = logging.INFO
-
-    step: int | None = None
-    bytes: int = 0
-    seconds: float = 0.0
-    time: float = field(default_factory=time.time)
-    rank: int = -1  # -1: filled in by the log that it is emitted to
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SnapshotBegun(Event):
-    """The call that takes a snapshot has returned; `seconds` is how long it held the training up."""
-
-    LEVEL: ClassVar[int] = logging.DEBUG
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SnapshotSealed(Event):
-    """A snapshot is whole and final in host memory; `seconds` since it began."""
-
-    LEVEL: ClassVar[int] = logging.DEBUG
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SnapshotSkipped(Event):
-    """No snapshot of this step was taken."""
-
-    LEVEL: ClassVar[int] = logging.WARNING
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SnapshotDiscarded(Event):
-    """A snapshot was begun and thrown away, because it may be torn."""
-
-    LEVEL: ClassVar[int] = logging.WARNING
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlushBegun(Event):
-    """A snapshot is being written to storage."""
-
-    attempt: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlushCommitted(Event):
-    """A checkpoint is committed and durable; `seconds` since the flush began."""
-
-    attempt: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlushFailed(Event):
-    """A checkpoint was not committed, or it is unknown whether it was."""
-
-    LEVEL: ClassVar[int] = logging.ERROR
-
-    reason: str
-    attempt: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlushSkipped(Event):
-    """A flush was due and all ranks agreed not to make it."""
-
-    LEVEL: ClassVar[int] = logging.WARNING
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retained(Event):
-    """Retention removed the steps `removed`; `kept` are left."""
-
-    removed: tuple[int, ...]
-    kept: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Restored(Event):
-    """A state was applied from `tier` ("memory" or "storage"; "none": nothing was found)."""
-
-    tier: str
-    path: str | None = None
-    timeline: str | None = None
-    steps_lost: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Warned(Event):
-    """Anything else that the user should read."""
-
-    LEVEL: ClassVar[int] = logging.WARNING
-
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stats:
-    """What one rank has done so far."""
-
-    counts: dict[str, int]
-    """Events by kind."""
-
-    reasons: dict[str, int]
-    """Skipped, discarded and failed ones by "kind: reason" (the first 1,000 different ones)."""
-
-    blocked_seconds: float
-    """Seconds in all that the training thread was held up."""
-
-    blocked_recent: tuple[float, ...]
-    """The same of the last calls, newest last."""
-
-    bytes_staged: int
-    bytes_committed: int
-    last_sealed_step: int | None
-    last_committed_step: int | None
-    events_lost: int
-    """Events that could not be written out, by a full queue or a failing sink."""
-
-
-def to_record(event: Event, rank: int) -> dict[str, Any]:
-    """The JSON object of an event; `rank` fills in where the event has none."""
-    record: dict[str, Any] = {"event": type(event).__name__}
-    for entry in dataclasses.fields(event):
-        value = getattr(event, entry.name)
-        record[entry.name] = list(value) if isinstance(value, tuple) else value
-    if event.rank < 0:
-        record["rank"] = rank
-    return record
-
-
-def to_line(event: Event) -> str:
-    """The readable text of an event: kind, step, what it says, size, duration."""
-    parts = [_words(type(event).__name__)]
-    if event.step is not None:
-        parts.append(f"step {event.step}")
-    for entry in dataclasses.fields(event):
-        value = getattr(event, entry.name)
-        if entry.name in Event.__dataclass_fields__ or value in (None, "", ()):
-            continue
-        if isinstance(value, tuple):
-            value = " ".join(map(str, value))
-        parts.append(f"{entry.name.replace('_', ' ')}: {value}")
-    if event.bytes:
-        parts.append(f"{event.bytes / 1e6:.1f} MB")
-    if event.seconds:
-        parts.append(f"{event.seconds:.3f} s")
-    return ", ".join(parts)
-
-
-def _words(name: str) -> str:
-    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name).strip()
 
 
 class _DeferredHandler(logging.Handler):
@@ -224,11 +99,13 @@ class EventLog:
         self._lines: collections.deque[str] = collections.deque(maxlen=queue_limit)
         self._lock = threading.Lock()
         self._draining = threading.Lock()
-        self._counts: dict[str, int] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._bytes: collections.Counter[str] = collections.Counter()
+        self._seconds: dict[str, float] = collections.defaultdict(float)
         self._reasons: dict[str, int] = {}
         self._blocked = 0.0
         self._recent: collections.deque[float] = collections.deque(maxlen=_RECENT)
-        self._staged = self._committed = self._lost = self._told_lost = 0
+        self._lost = self._told_lost = 0
         self._sealed_step: int | None = None
         self._committed_step: int | None = None
         self._warned: dict[str, int] = {}
@@ -241,26 +118,24 @@ class EventLog:
         """Count `event` and queue it for drain(). A few microseconds; never blocks on I/O, never raises."""
         kind = type(event).__name__
         with self._lock:
-            self._counts[kind] = self._counts.get(kind, 0) + 1
+            self._counts[kind] += 1
+            self._bytes[kind] += event.bytes
+            self._seconds[kind] += event.seconds
             if kind == "SnapshotSealed":
-                self._staged += event.bytes
                 self._sealed_step = event.step
             elif kind == "FlushCommitted":
-                self._committed += event.bytes
                 self._committed_step = event.step
             else:
-                self._count_reason(kind, event)
+                self._count_reason(event)
             if len(self._queue) < self._limit:
                 self._queue.append(event)
             else:
                 self._lost += 1
 
-    def _count_reason(self, kind: str, event: Event) -> None:
-        reason = getattr(event, "reason", None)
-        if reason is not None:
-            key = f"{kind}: {reason}"
-            if key in self._reasons or len(self._reasons) < _RECENT:
-                self._reasons[key] = self._reasons.get(key, 0) + 1
+    def _count_reason(self, event: Event) -> None:
+        key = reason_of(event)
+        if key is not None and (key in self._reasons or len(self._reasons) < _RECENT):
+            self._reasons[key] = self._reasons.get(key, 0) + 1
 
     def set_sink(self, sink: Callable[[bytes], None]) -> None:
         """Where events go from now on, those emitted before included."""
@@ -277,11 +152,13 @@ class EventLog:
         with self._lock:
             return Stats(
                 counts=dict(self._counts),
+                bytes=dict(self._bytes),
+                seconds=dict(self._seconds),
                 reasons=dict(self._reasons),
                 blocked_seconds=self._blocked,
                 blocked_recent=tuple(self._recent),
-                bytes_staged=self._staged,
-                bytes_committed=self._committed,
+                bytes_staged=self._bytes["SnapshotSealed"],
+                bytes_committed=self._bytes["FlushCommitted"],
                 last_sealed_step=self._sealed_step,
                 last_committed_step=self._committed_step,
                 events_lost=self._lost,
@@ -301,35 +178,49 @@ class EventLog:
             return len(events)
 
     def close(self) -> None:
-        """Drain for the last time and take the log file's handler away from Python's logging."""
+        """Write out the rest and a line on the whole, and take the log file's handler away from Python's logging."""
         self.drain()
+        stats = self.stats()
+        if stats.counts:
+            self._log(logging.INFO, time.time(), summary(stats))
+            self._write_file()
         if self._handler is not None:
             logger.removeHandler(self._handler)
             self._handler = None
 
     def _write_logging(self, events: Iterable[Event]) -> None:
         for event in events:
-            level = self._level(event)
             text = event.message if isinstance(event, Warned) else to_line(event)
-            logger.log(level, "rank %d: %s", self._rank, text, extra={"easyckpt_event": True})
-            if self._path is not None and level >= logging.INFO:
-                stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
-                millis = int(event.time % 1 * 1000)
-                self._lines.append(f"{stamp},{millis:03d} {logging.getLevelName(level)} rank {self._rank}: {text}")
+            self._log(self._level(event), event.time, text)
+        missed = [event for event in events if isinstance(event, (SnapshotSkipped, SnapshotDiscarded))]
+        for event in {reason_of(event): event for event in missed}.values():
+            key, text = in_plain_words(event, self.stats())
+            if self._times(key) == 1:  # once: that a few are missed is no fault
+                self._log(logging.WARNING, event.time, text)
+
+    def _log(self, level: int, moment: float, text: str) -> None:
+        logger.log(level, "rank %d: %s", self._rank, text, extra={"easyckpt_event": True})
+        if self._path is not None and level >= logging.INFO:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+            millis = int(moment % 1 * 1000)
+            self._lines.append(f"{stamp},{millis:03d} {logging.getLevelName(level)} rank {self._rank}: {text}")
 
     def _level(self, event: Event) -> int:
-        """Repeated skips warn at their 1st, 2nd, 4th, 8th, ... time; all are counted, and written as events."""
-        if not isinstance(event, (SnapshotSkipped, SnapshotDiscarded, FlushSkipped)):
-            return event.LEVEL
-        key = f"{type(event).__name__}: {event.reason}"
-        return event.LEVEL if self._is_news(key) else logging.DEBUG
+        """Repeated skips of flushes warn at their 1st, 2nd, 4th, 8th, ... time; all are counted and written."""
+        repeated = isinstance(event, FlushSkipped) and not self._is_news(str(reason_of(event)))
+        return logging.DEBUG if repeated else event.LEVEL
 
     def _is_news(self, key: str) -> bool:
         """Whether `key` comes for the 1st, 2nd, 4th, 8th, ... time."""
-        if key not in self._warned and len(self._warned) >= _RECENT:
-            return True
-        seen = self._warned[key] = self._warned.get(key, 0) + 1
+        seen = self._times(key)
         return seen & (seen - 1) == 0
+
+    def _times(self, key: str) -> int:
+        """How often `key` has come, this time included; 1 for ever where too many different ones have come."""
+        if key not in self._warned and len(self._warned) >= _RECENT:
+            return 1
+        self._warned[key] = self._warned.get(key, 0) + 1
+        return self._warned[key]
 
     def _write_file(self) -> None:
         lines = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ from easyckpt.distributed.rendezvous import Channel, connect, settle_locality
 from easyckpt.errors import EasyckptError, ForeignFormat, OutOfSpace
 from easyckpt.events import EventLog, Warned
 from easyckpt.format import layout
-from easyckpt.format.manifest import RootRecord
 from easyckpt.memory import budget
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.owner import OwnerLock
@@ -32,6 +30,7 @@ from easyckpt.saving.commit import CommitContext
 from easyckpt.saving.coordinator import Coordinator
 from easyckpt.saving.cuda_copying import make_copier
 from easyckpt.saving.flusher import Flusher
+from easyckpt.saving.line import new_root
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.saver import TAIL_SLACK_BYTES, SaverParts
@@ -131,8 +130,7 @@ def _identify(storage: LocalStorage) -> dict[str, Any]:
     storage.makedirs(layout.EVENTS)
     record = catalog.read_root(storage)
     if record is None:
-        fresh = RootRecord(run=secrets.token_hex(16), created=time.time(), timelines=())
-        storage.link_exclusive(layout.ROOT_FILE, fresh.to_bytes())
+        storage.link_exclusive(layout.ROOT_FILE, new_root(storage, layout.NativeNaming()).to_bytes())
         record = catalog.read_root(storage)
         assert record is not None
     return {
@@ -182,7 +180,7 @@ def committed_by(storage: LocalStorage, naming: layout.NamingScheme) -> Callable
     """Answers whether an attempt has become a checkpoint, by looking at the root."""
 
     def look(flush: Flush) -> bool:
-        entry = catalog.inspect(storage, naming.committed(flush.step))
+        entry = catalog.inspect(storage, naming.committed(flush.step), naming)
         return entry.problem is None and entry.manifest is not None and entry.manifest.attempt == flush.attempt
 
     return look

@@ -13,9 +13,11 @@ from easyckpt.format.checksum import CHUNK_BYTES, chunk_digests, digest_bytes, f
 from easyckpt.format.image import LeafSpec, plan_layout, shard_header
 from easyckpt.format.manifest import FileRecord, Index, Manifest, RootRecord, ShardRecord, Timeline
 from easyckpt.storage.local import LocalStorage
+from tests.support.naming import CheckpointNaming
 
 RUN = "ab" * 16
 LINE = "t1"
+NATIVE = layout.NativeNaming()
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ def damage(storage, path, offset, flip=1):
 
 
 def only(storage, name=None):
-    entries = [e for e in scan(storage).entries if name in (None, e.name)]
+    entries = [e for e in scan(storage, NATIVE).entries if name in (None, e.name)]
     assert len(entries) == 1
     return entries[0]
 
@@ -93,7 +95,7 @@ def only(storage, name=None):
 
 
 def test_root_that_is_not_there(tmp_path):
-    assert scan(LocalStorage(tmp_path / "nothing")).entries == []
+    assert scan(LocalStorage(tmp_path / "nothing"), NATIVE).entries == []
     assert catalog.read_root(LocalStorage(tmp_path / "nothing")) is None
 
 
@@ -109,7 +111,7 @@ def test_every_kind_is_told_apart(storage):
     for stray in (layout.temp_file(layout.LATEST, "n1"), layout.temp_file(layout.LEASE, "n1"), ".hidden", "step-1"):
         with open(f"{storage.root}/{stray}", "w"):
             pass
-    found = scan(storage)
+    found = scan(storage, NATIVE)
     assert [(e.step, e.kind, e.valid) for e in found.entries] == [
         (-1, "trash", False),
         (3, "committed", True),
@@ -126,7 +128,7 @@ def test_every_kind_is_told_apart(storage):
     assert found.stray == [layout.temp_file(layout.LATEST, "n1")]
     assert "never committed" in found.of_kind("temporary")[1].problem
     for entry in found.entries:
-        assert catalog.inspect(storage, entry.name) == entry
+        assert catalog.inspect(storage, entry.name, NATIVE) == entry
 
 
 def test_latest_is_never_believed(storage):
@@ -134,7 +136,7 @@ def test_latest_is_never_believed(storage):
     write_step(storage, 20)
     for hint in (b"step-00000010\n", b"../../etc\n", b"\xff", b""):
         storage.replace(layout.LATEST, hint)
-        assert [e.step for e in scan(storage).committed()] == [10, 20]
+        assert [e.step for e in scan(storage, NATIVE).committed()] == [10, 20]
 
 
 def break_manifest(storage, directory):
@@ -210,7 +212,7 @@ def test_one_bad_entry_is_listed_with_its_problem_and_hides_no_other(storage, br
     for step in (10, 20, 30):
         write_step(storage, step, ranks=2)
     breakage(storage, layout.step_dir(20))
-    found = scan(storage)
+    found = scan(storage, NATIVE)
     assert [e.step for e in found.committed()] == [10, 30]
     bad = only(storage, layout.step_dir(20))
     assert bad.problem
@@ -228,7 +230,7 @@ def test_garbage_in_a_manifest_never_raises(storage, seed):
         data[generator.randrange(len(data))] = generator.randrange(256)
     for text in (bytes(data), generator.randbytes(200), manifest[: generator.randrange(len(manifest))], b"[" * 100_000):
         storage.replace(f"{layout.step_dir(20)}/{layout.MANIFEST}", text)
-        assert [e.step for e in scan(storage).committed() if text != manifest] == [10]
+        assert [e.step for e in scan(storage, NATIVE).committed() if text != manifest] == [10]
 
 
 def test_attempt_in_the_name_must_be_the_manifest_s(storage):
@@ -247,16 +249,7 @@ def test_entry_rotated_away_while_scanning_is_not_listed(storage, monkeypatch):
         return names
 
     monkeypatch.setattr(storage, "listdir", then_rotate)
-    assert [e.step for e in scan(storage).entries] == [20]
-
-
-class OtherNaming(layout.NativeNaming):
-    def committed(self, step):
-        return f"checkpoint-{step}"
-
-    def parse_committed(self, name):
-        head, _, digits = name.partition("-")
-        return int(digits) if head == "checkpoint" and digits.isdecimal() else None
+    assert [e.step for e in scan(storage, NATIVE).entries] == [20]
 
 
 def test_another_layout_s_directory(storage):
@@ -265,11 +258,11 @@ def test_another_layout_s_directory(storage):
     files = {"model.bin": FileRecord(7, digest_bytes(b"weights"))}
     manifest = Manifest(run=RUN, timeline=LINE, step=7, world_size=4, attempt="a", created=0.0, files=files)
     storage.replace(f"checkpoint-7/{layout.MANIFEST}", manifest.to_bytes())
-    assert scan(storage).entries == []
-    entry = scan(storage, OtherNaming()).committed()[0]
+    assert scan(storage, NATIVE).entries == []
+    entry = scan(storage, CheckpointNaming()).committed()[0]
     assert (entry.step, entry.name) == (7, "checkpoint-7")
     assert verify(storage, entry) == []
-    assert catalog.inspect(storage, "checkpoint-7") == entry
+    assert catalog.inspect(storage, "checkpoint-7", NATIVE) == entry
     storage.replace("checkpoint-7/model.bin", b"weightz")
     assert [(p.file, p.chunk) for p in verify(storage, entry)] == [("model.bin", None)]
 
@@ -325,7 +318,7 @@ def test_each_damaged_chunk_is_named_with_its_tensors(storage):
     ]
     assert problems[0].tensor == "model.w0"
     assert "model.w3" in (problems[1].tensor + problems[1].message)
-    assert scan(storage).committed() == [entry]  # discovery looks at sizes only
+    assert scan(storage, NATIVE).committed() == [entry]  # discovery looks at sizes only
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -18,7 +18,7 @@ from easyckpt.cli import rescue as rescue_command
 from easyckpt.format import layout
 from easyckpt.format.checksum import chunk_digests, digest_bytes, file_digest
 from easyckpt.format.image import LeafSpec, plan_layout, shard_header
-from easyckpt.format.manifest import FileRecord, Index, Manifest, RootRecord, ShardRecord, Timeline
+from easyckpt.format.manifest import FileRecord, Index, LeaseRecord, Manifest, RootRecord, ShardRecord, Timeline
 
 RUN = "0123456789abcdef" * 2
 TENSORS = {("model", "weight"): torch.arange(12.0).reshape(3, 4), ("optimizer", 0, "exp_avg"): torch.ones(5)}
@@ -251,11 +251,11 @@ class Rescued:
     bytes: int
 
 
-def test_rescue_tells_what_it_committed(root, run, monkeypatch, memory_dir):
+def test_rescue_tells_what_it_committed_and_uses_the_run_s_settings(root, run, monkeypatch, memory_dir, tmp_path):
     calls = []
 
-    def fake(*arguments):
-        calls.append(arguments)
+    def fake(root, config, naming, *, on_wait):
+        calls.append((root, config.memory_dir, config.lease_timeout))
         return [Rescued(31, f"{root}/{layout.step_dir(31)}", 4096)]
 
     monkeypatch.setattr(rescue_command.saving_rescue, "rescue", fake)
@@ -263,8 +263,10 @@ def test_rescue_tells_what_it_committed(root, run, monkeypatch, memory_dir):
     assert (ran.code, ran.document["rescued"][0]["step"]) == (0, 31)
     assert layout.step_dir(31) in run("rescue", root, "--memory-dir", "/elsewhere").out
     monkeypatch.delenv("EASYCKPT_MEMORY_DIR")
-    run("rescue", root)
-    assert calls == [(str(root), str(memory_dir)), (str(root), "/elsewhere"), (str(root), None)]
+    settings = tmp_path / "run.yaml"
+    settings.write_text("memory_dir: /as/in/yaml\nlease_timeout: 90\n")
+    run("rescue", root, "--config", settings)
+    assert calls == [(str(root), str(memory_dir), 60), (str(root), "/elsewhere", 60), (str(root), "/as/in/yaml", 90)]
 
 
 def test_rescue_with_nothing_in_memory_says_so(root, run, memory_dir):
@@ -279,25 +281,48 @@ checkpointer = easyckpt.Checkpointer(sys.argv[1], {"model": model}, save_storage
 checkpointer.load()
 for step in (1, 2, 3):
     torch.nn.init.constant_(model.weight, step)
+    checkpointer.log(loss=step / 2, note="kept in metrics.jsonl only")
     checkpointer.save_if_needed(step)
 checkpointer.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_rescue_commits_what_a_killed_process_left_in_memory(tmp_path, run):
+@pytest.fixture
+def dead(tmp_path):
+    """The root of a run that was killed with step 3 in memory and nothing committed."""
     root = tmp_path / "run"
     died = subprocess.run([sys.executable, "-c", DIES, str(root)], capture_output=True, timeout=240, check=False)
     assert died.returncode == -9, died.stderr
+    return root
+
+
+def test_rescue_commits_what_a_killed_process_left_in_memory(dead, run):
+    root = dead
     assert run("ls", root, "--json").document["checkpoints"] == []
     rescued = run("rescue", root, "--json")
     assert (rescued.code, rescued.err) == (0, "")
     assert rescued.document["rescued"][-1]["step"] == 3
     assert run("verify", root).code == 0
     model = torch.nn.Linear(3, 3)
-    assert easyckpt.restore(root, {"model": model}).step == 3
+    restored = easyckpt.restore(root, {"model": model})
+    assert (restored.step, restored.metrics) == (3, {"loss": 1.5})
     assert torch.equal(model.weight, torch.full((3, 3), 3.0))
     assert run("rescue", root, "--json").document["rescued"] == []
+
+
+def test_rescue_says_whom_it_waits_for_as_long_as_the_run_s_lease_timeout(dead, run, monkeypatch):
+    """The lease names a process of another host: nothing tells whether it lives but that it renews no more."""
+    record = LeaseRecord.from_bytes((dead / layout.LEASE).read_bytes())
+    elsewhere = replace(record, host="elsewhere", boot="another/1/2")
+    (dead / layout.LEASE).write_bytes(elsewhere.to_bytes())
+    monkeypatch.setenv("EASYCKPT_LEASE_TIMEOUT", "1")
+    monkeypatch.setenv("EASYCKPT_LEASE_INTERVAL", "0.2")
+    rescued = run("rescue", dead, "--json")
+    assert rescued.document["rescued"][-1]["step"] == 3
+    assert "waiting for" in rescued.err
+    assert "on host elsewhere" in rescued.err
+    assert "after 1 s" in rescued.err
 
 
 # -- bad input: one line, exit code 2, nothing changed

@@ -163,7 +163,7 @@ class Verdict:
             assert note.get("ours", True) or note["where"] == "construct", f"a raw system error: {note}"
 
     def all_committed_are_whole(self, after: bool = False) -> None:
-        entries = catalog.scan(self.storage).of_kind("committed")
+        entries = catalog.scan(self.storage, layout.NativeNaming()).of_kind("committed")
         for entry in entries:
             assert entry.valid, f"{entry.name}: {entry.problem}"
             damaged = self.scenario.name == "fallback" and not after and self._is_of_the_first_start(entry)
@@ -179,7 +179,7 @@ class Verdict:
     def the_newest_durable_is_there(self) -> None:
         durable = self.notes.newest("durable")
         if durable >= 0:
-            entry = catalog.inspect(self.storage, layout.step_dir(durable))
+            entry = catalog.inspect(self.storage, layout.step_dir(durable), layout.NativeNaming())
             assert entry.valid, f"step {durable} was reported durable: {entry.problem}"
 
     def least(self) -> int:

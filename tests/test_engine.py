@@ -136,6 +136,16 @@ def test_save_is_durable_when_its_future_says_so(root):
         assert committed(root) == [1, 2]
 
 
+def test_a_damaged_directory_in_the_way_of_a_commit_is_moved_aside(root):
+    with Checkpointer(root, {"numbers": {"a": 1}}) as checkpointer:
+        checkpointer.load()
+        checkpointer.save(3, wait=True)
+        (root / "step-00000004").mkdir()
+        checkpointer.save(4, wait=True)
+    assert committed(root) == [3, 4]
+    assert easyckpt.restore(root, {"numbers": {"a": 0}}).step == 4
+
+
 def test_step_zero_can_be_saved(root):
     training, _ = start(root)
     with training.checkpointer as checkpointer:
@@ -386,6 +396,65 @@ def test_events_are_written_counted_and_logged(root, tmp_path):
     assert commits[0]["bytes"] > 0
     assert commits[0]["seconds"] > 0
     assert "flush committed, step 10" in log.read_text()
+
+
+def recorded(root: Path, kind: str) -> list[dict]:
+    lines = (root / "events" / "rank-00000.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == kind]
+
+
+def test_events_carry_step_bytes_and_seconds(root):
+    training, _ = start(root, max_ckpt_num=1)
+    with training.checkpointer as checkpointer:
+        for step in (10, 20, 30):
+            training.to(step, step - 10)
+            checkpointer.wait()
+    training, _ = start(root)
+    training.checkpointer.close()
+    image = recorded(root, "SnapshotSealed")[-1]["bytes"]
+    weights = sum(parameter.nbytes for parameter in training.model.parameters())
+    assert image >= 2 * weights  # parameters and momentum
+    for kind in ("SnapshotBegun", "SnapshotSealed", "FlushBegun", "FlushCommitted", "Restored"):
+        last = recorded(root, kind)[-1]
+        assert (last["step"], last["bytes"] >= image) == (30, True), kind
+        assert (last["seconds"] > 0) == (kind != "FlushBegun"), kind
+    retained = recorded(root, "Retained")
+    assert [(record["step"], record["removed"], record["kept"]) for record in retained] == [
+        (20, [10], [20]), (30, [20], [30]),
+    ]  # fmt: skip
+    assert all(record["bytes"] >= image and record["seconds"] > 0 for record in retained)
+
+
+def test_a_failed_flush_says_how_much_it_was_and_how_long_it_took(root):
+    failpoints.arm("writer.shard.written=error:EIO")
+    training, _ = start(root, on_failure="continue")
+    with training.checkpointer as checkpointer:
+        training.to(10)
+        checkpointer.wait()
+        stats = checkpointer.stats()
+    (failed,) = recorded(root, "FlushFailed")
+    assert (failed["step"], failed["bytes"]) == (10, recorded(root, "FlushBegun")[0]["bytes"])
+    assert failed["bytes"] > 0
+    assert failed["seconds"] > 0
+    assert stats.bytes["FlushFailed"] == failed["bytes"]
+    assert stats.seconds["FlushFailed"] == failed["seconds"]
+
+
+def test_a_skipped_snapshot_says_what_it_would_have_been(root, tmp_path):
+    hold = tmp_path / "hold"
+    failpoints.arm(f"writer.shard.begin=hold:{hold}")
+    training, _ = start(root, slots=1, save_storage_interval=1)
+    with training.checkpointer as checkpointer:
+        training.to(1)
+        while not hold.exists():
+            time.sleep(0.001)
+        training.to(2, 1)
+        Path(f"{hold}.go").touch()
+        checkpointer.wait()
+    (skipped,) = recorded(root, "SnapshotSkipped")
+    assert skipped["step"] == 2
+    assert skipped["bytes"] >= recorded(root, "SnapshotSealed")[0]["bytes"] > 0
+    assert skipped["seconds"] > 0
 
 
 def test_a_closed_checkpointer_says_so(root):

@@ -16,9 +16,11 @@ from easyckpt.events import (
     EventLog,
     FlushCommitted,
     FlushFailed,
+    FlushSkipped,
     Restored,
     Retained,
     SnapshotBegun,
+    SnapshotDiscarded,
     SnapshotSealed,
     SnapshotSkipped,
     Warned,
@@ -86,17 +88,19 @@ def test_emit_goes_on_while_the_sink_hangs():
 
 def test_stats():
     log = EventLog(0)
-    log.emit(SnapshotSealed(step=1, bytes=5))
-    log.emit(SnapshotSealed(step=2, bytes=5))
+    log.emit(SnapshotSealed(step=1, bytes=5, seconds=0.5))
+    log.emit(SnapshotSealed(step=2, bytes=5, seconds=1.0))
     log.emit(FlushCommitted(step=1, bytes=4))
     for reason in ("floor", "floor", "memory"):
-        log.emit(SnapshotSkipped(step=3, reason=reason))
+        log.emit(SnapshotSkipped(step=3, reason=reason, bytes=7))
     for number in range(3000):
         log.blocked(0.5)
         log.emit(FlushFailed(step=number, reason=f"different {number}"))
     stats = log.stats()
     assert stats.counts == {"SnapshotSealed": 2, "FlushCommitted": 1, "SnapshotSkipped": 3, "FlushFailed": 3000}
     assert (stats.bytes_staged, stats.bytes_committed) == (10, 4)
+    assert stats.bytes == {"SnapshotSealed": 10, "FlushCommitted": 4, "SnapshotSkipped": 21, "FlushFailed": 0}
+    assert stats.seconds == {"SnapshotSealed": 1.5, "FlushCommitted": 0, "SnapshotSkipped": 0, "FlushFailed": 0}
     assert (stats.last_sealed_step, stats.last_committed_step) == (2, 1)
     assert stats.reasons["SnapshotSkipped: floor"] == 2
     assert stats.blocked_seconds == 1500
@@ -144,25 +148,80 @@ def test_readable_log(tmp_path, caplog):
         logging.getLogger("easyckpt.storage").warning("direct %d", 1)
         log.close()
     lines = path.read_text().splitlines()
-    assert len(lines) == 3  # what happens at every step stays out of the file; nothing twice
+    assert len(lines) == 4  # what happens at every step stays out of the file; nothing twice
     text = "\n".join(lines)
     assert "INFO rank 2: flush committed, step 10, attempt: abc, 2.5 MB, 0.250 s" in text
     assert "INFO rank 2: restored, step 9, tier: memory, steps lost: 0, 1.500 s" in text
     assert "WARNING direct 1" in text
+    assert lines[-1].endswith(
+        "INFO rank 2: in all: snapshots: 0 sealed, 0 skipped, 0 discarded; flushes: 1 committed (2.5 MB), 0 skipped, "
+        "0 failed; training held up for 0.000 s"
+    )
     assert "snapshot begun, step 1" in caplog.text
     logging.getLogger("easyckpt").warning("after close")
     assert path.read_text().splitlines() == lines
 
 
-def test_repeated_skips_are_all_recorded_but_do_not_flood_the_log(tmp_path):
+def test_snapshots_missed_now_and_then_are_said_once_in_plain_words_and_summed_up_at_the_end(tmp_path):
     chunks = []
     path = tmp_path / "log"
     log = EventLog(0, chunks.append, str(path))
-    for step in range(100):
-        log.emit(SnapshotSkipped(step=step, reason="no slot is free"))
+    for step in range(0, 300, 10):
+        for number in range(9):
+            log.emit(SnapshotBegun(step=step + number, bytes=10))
+            log.emit(SnapshotSealed(step=step + number, bytes=10))
+        log.emit(SnapshotSkipped(step=step + 9, reason="no slot is free", bytes=10))
+        log.emit(SnapshotDiscarded(step=step + 8, reason="torn" if step % 20 else "no step was seen", bytes=10))
+        log.drain()
     log.close()
-    assert len(lines_of(chunks)) == 100
-    assert len(path.read_text().splitlines()) == 7  # 1, 2, 4, ..., 64
+    assert sum(record["event"] == "SnapshotSkipped" for record in lines_of(chunks)) == 30
+    *told, summary = path.read_text().splitlines()
+    assert [line.partition("rank 0: ")[2].partition(": ")[0] for line in told] == [
+        "1 of 10 snapshots so far skipped (no slot is free)",
+        "1 of 10 snapshots so far discarded (no step was seen)",
+        "1 of 20 snapshots so far discarded (torn)",
+    ]
+    assert "normal now and then" in told[0]
+    assert all("Further ones are counted" in line for line in told)
+    assert "snapshots: 270 sealed (0.0 MB), 30 skipped (no slot is free: 30), 30 discarded (" in summary
+
+
+def test_where_most_snapshots_are_skipped_that_is_not_called_normal(tmp_path):
+    path = tmp_path / "log"
+    log = EventLog(0, None, str(path))
+    for step in range(120):
+        log.emit(SnapshotBegun(step=step) if step % 3 == 0 else SnapshotSkipped(step=step, reason="no slot is free"))
+        log.drain()
+    log.close()
+    first, second, _ = path.read_text().splitlines()
+    assert "normal now and then" in first
+    assert "WARNING rank 0: most snapshots are skipped (67 of 101 snapshots so far" in second
+    assert "save_mem_interval" in second
+
+
+def test_skipped_flushes_warn_less_and_less_often(tmp_path):
+    path = tmp_path / "log"
+    log = EventLog(0, None, str(path))
+    for step in range(100):
+        log.emit(FlushSkipped(step=step, reason="the flush before was still running"))
+    log.close()
+    warnings = [line for line in path.read_text().splitlines() if "WARNING" in line]
+    assert len(warnings) == 7  # 1, 2, 4, ..., 64
+
+
+def test_failures_are_loud_every_time(tmp_path):
+    path = tmp_path / "log"
+    log = EventLog(0, None, str(path))
+    for step in range(5):
+        log.emit(FlushFailed(step=step, reason="disk"))
+    log.close()
+    assert path.read_text().count("ERROR") == 5
+
+
+def test_what_is_unknown_is_said_to_be():
+    assert "steps lost: unknown" in events.to_line(Restored(step=9, tier="storage"))
+    assert "steps lost: 0" in events.to_line(Restored(step=9, tier="storage", steps_lost=0))
+    assert events.to_record(Restored(step=9, tier="storage"), 0)["steps_lost"] is None
 
 
 def test_every_event_type_can_be_written():

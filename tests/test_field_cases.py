@@ -20,6 +20,7 @@ from torch import nn
 
 import easyckpt
 from easyckpt import catalog, failpoints
+from easyckpt.format.layout import NativeNaming
 from easyckpt.storage.local import LocalStorage
 from tests.support.tmpfs import tmpfs  # noqa: F401 - a fixture
 
@@ -38,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def steps_of(root: Path) -> list[int]:
-    return [entry.step for entry in catalog.scan(LocalStorage(str(root))).committed()]
+    return [entry.step for entry in catalog.scan(LocalStorage(str(root)), NativeNaming()).committed()]
 
 
 def roundtrip(root: Path, saved: dict, loaded: dict, **settings) -> easyckpt.Restored:

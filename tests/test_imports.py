@@ -19,7 +19,7 @@ TOP = "the package itself"  # easyckpt/__init__.py and __main__.py
 BASE = {"errors", "failpoints", "version"}
 BELOW = BASE | {"format"}
 TIERS = BELOW | {"memory", "distributed", "storage"}
-ROOMS_BELOW_SAVING = TIERS | {"state", "catalog", "config", "events"}
+ROOMS_BELOW_SAVING = TIERS | {"state", "catalog", "config", "events", "event_kinds"}
 ENGINE = {"engine", "ending", "wiring"}  # the Checkpointer, how it ends, how it puts the rooms together
 ENGINE_AND_BELOW = ROOMS_BELOW_SAVING | {"saving", "loading"} | ENGINE
 
@@ -32,14 +32,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "format": {"errors"},
     "state": BELOW,
     "config": BELOW,
-    "events": BELOW,
+    "settings": BELOW | {"config"},
+    "event_kinds": BELOW,
+    "events": BELOW | {"event_kinds"},
     "memory": BELOW,
     "distributed": BELOW,
     "storage": BELOW,
     "catalog": BELOW | {"storage"},
     "saving": ROOMS_BELOW_SAVING,
     "loading": ROOMS_BELOW_SAVING,
-    **{part: ROOMS_BELOW_SAVING | {"saving", "loading"} | ENGINE for part in ENGINE},
+    **{part: ROOMS_BELOW_SAVING | {"saving", "loading", "settings"} | ENGINE for part in ENGINE},
     "integrations": ENGINE_AND_BELOW | {TOP},
     "cli": ENGINE_AND_BELOW,
     TOP: ENGINE_AND_BELOW | {"cli"},

@@ -61,7 +61,7 @@ def test_every_name_is_read_back_by_its_parser_and_by_no_other(step, word, rank)
             # A pin is looked for in its own directory only, where its name may look like a step's.
             if parser is not own and parser is not layout.parse_pin_file:
                 assert parser(name) is None, (parser, name)
-        assert not layout.is_trash(name)
+        assert layout.parse_trash_dir(name) is None
         assert not layout.is_temp_file(name)
 
 
@@ -131,8 +131,8 @@ def test_temporary_files_and_attempts_are_told_apart():
 
 def test_trash_is_recognised_whatever_it_was():
     for name in ("step-00000001", ".step-00000001.a.tmp", "step-00000001.stale-t"):
-        assert layout.is_trash(layout.trash_dir(name, "n"))
-    assert not layout.is_trash(".trash-n-")
+        assert layout.parse_trash_dir(layout.trash_dir(name, "n")) == name
+    assert layout.parse_trash_dir(".trash-n-") is None
     with pytest.raises(ValueError, match="nonce"):
         layout.trash_dir("step-00000001", "a-b")
 
@@ -157,7 +157,8 @@ def test_native_naming_is_this_module():
     naming: layout.NamingScheme = layout.NativeNaming()
     assert naming.parse_committed(naming.committed(7)) == 7
     assert naming.parse_temporary(naming.temporary(7, "a")) == (7, "a")
-    assert layout.is_trash(naming.trash(naming.committed(7), "n"))
+    assert naming.parse_stale(naming.stale(7, "line")) == (7, "line")
+    assert naming.parse_trash(naming.trash(naming.committed(7), "n")) == naming.committed(7)
 
 
 def test_the_owner_file_lies_beside_its_slots():

@@ -200,7 +200,7 @@ def check(recording: Recording, root: Path, k: int) -> int:
     known = len(record.timelines) if record is not None else 0
     assert known >= max((number + 1 for number, steps in enumerate(facts) if steps), default=0), "a line is forgotten"
     first = record.timelines[0].id if record is not None and known else None
-    for entry in catalog.scan(storage).committed():
+    for entry in catalog.scan(storage, layout.NativeNaming()).committed():
         rotten = k >= recording.rot and entry.step == 6 and entry.timeline == first
         assert rotten or catalog.verify(storage, entry) == [], f"{entry.name} is taken for good"
     training = Training(WIDTH)
@@ -231,7 +231,7 @@ def go_on(root: Path, memory: Path, step: int) -> None:
             checkpointer.save_if_needed(number)
     assert leftovers(root) == []
     storage = LocalStorage(root)
-    entries = catalog.scan(storage).of_kind("committed")
+    entries = catalog.scan(storage, layout.NativeNaming()).of_kind("committed")
     assert entries[-1].step == max(0, step) + 2
     assert all(entry.valid and catalog.verify(storage, entry) == [] for entry in entries[-2:])
 

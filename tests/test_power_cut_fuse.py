@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from easyckpt import catalog
+from easyckpt.format.layout import NativeNaming
 from easyckpt.storage.local import LocalStorage
 from tests.support import fuse_powercut
 from tests.support.crashjob import Notes, Starts, leftovers
@@ -67,7 +68,7 @@ class Machine:
             assert notes.values("closed") == [True]
             assert leftovers(self.starts.root) == []
             storage = LocalStorage(self.starts.root)
-            entries = catalog.scan(storage).of_kind("committed")
+            entries = catalog.scan(storage, NativeNaming()).of_kind("committed")
             assert len(entries) == 2
             assert all(entry.valid and catalog.verify(storage, entry) == [] for entry in entries)
             assert notes.newest("durable") == entries[-1].step

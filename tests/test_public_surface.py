@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
+import pydoc
+import signal
+import typing
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from typing_extensions import Unpack
 
 import easyckpt
 from easyckpt import errors
+from easyckpt.config import resolve
+from easyckpt.settings import Settings
 
 NAMES = {
     "CheckpointConfig",
@@ -38,6 +47,13 @@ SIGNATURES = {
     "restore": ["root", "state", "*", "step=None"],
     "settle_ddp": ["model", "run_once"],
 }  # fmt: skip
+
+#: Settings that take more than the field of CheckpointConfig then holds.
+WIDER = {
+    "log_file_path": str | os.PathLike[str] | None,
+    "memory_dir": str | os.PathLike[str] | None,
+    "signals": Sequence[str | signal.Signals],
+}
 
 CONSTRUCTOR_DEFAULTS = {
     "save_mem_interval": 1,
@@ -84,13 +100,35 @@ def test_signatures_are_as_documented(name):
     assert spelled(target)[: len(promised)] == promised
 
 
-def test_the_constructor_takes_every_setting_by_name():
+def test_the_constructor_shows_every_setting_with_its_default():
     parameters = inspect.signature(easyckpt.Checkpointer).parameters
-    assert list(parameters)[:2] == ["root", "state"]
-    assert {"config", "process_group"} <= set(parameters) or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        fields = {field.name for field in dataclasses.fields(easyckpt.CheckpointConfig) if field.init}
-        assert fields - {"audit"} <= set(parameters)
+    fields = {field.name: field.default for field in dataclasses.fields(easyckpt.CheckpointConfig)}
+    del fields["audit"]  # EASYCKPT_AUDIT alone sets it
+    assert list(parameters) == ["root", "state", *fields, "config", "process_group"]
+    assert {name: parameters[name].default for name in fields} == fields
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in [*fields, "config", "process_group"])
+    text = pydoc.plain(pydoc.render_doc(easyckpt.Checkpointer))
+    assert all(f"{name}: " in text and f" = {default!r}" in text for name, default in fields.items())
+
+
+def test_type_checkers_know_every_setting_and_its_type():
+    accepted = typing.get_type_hints(easyckpt.Checkpointer.__init__)["settings"]
+    assert accepted == Unpack[Settings]
+    fields = typing.get_type_hints(easyckpt.CheckpointConfig)
+    del fields["audit"]
+    assert typing.get_type_hints(Settings) == fields | WIDER
+    assert not Settings.__required_keys__
+
+
+def test_wider_settings_arrive_as_the_field_holds_them():
+    config = resolve({"log_file_path": Path("a"), "memory_dir": Path("b"), "signals": [signal.SIGTERM, "SIGUSR1"]})
+    assert (config.log_file_path, config.memory_dir, config.signals) == ("a", "b", ("SIGTERM", "SIGUSR1"))
+
+
+def test_a_name_that_is_no_setting_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(easyckpt.ConfigError, match="save_storage_interval"):
+        easyckpt.Checkpointer(tmp_path / "run", {}, save_storage_intervall=3)
+    assert not (tmp_path / "run").exists()
 
 
 def test_settings_have_the_documented_defaults_and_are_frozen():

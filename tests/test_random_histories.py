@@ -209,7 +209,7 @@ class Life(RuleBasedStateMachine):
                 assert failure is not None, "a failure of a save that had said it was durable"
         self.told.append(f"{failure!r}")
         self.learn()
-        entry = catalog.inspect(self.storage, layout.step_dir(step))
+        entry = catalog.inspect(self.storage, layout.step_dir(step), layout.NativeNaming())
         if failure is None:
             assert step in self.durable
             assert entry.valid
@@ -235,7 +235,7 @@ class Life(RuleBasedStateMachine):
         self.fork, self.live = step, self.training.history
 
     def good(self, step: int) -> bool:
-        entry = catalog.inspect(self.storage, layout.step_dir(step))
+        entry = catalog.inspect(self.storage, layout.step_dir(step), layout.NativeNaming())
         return entry.valid and not catalog.verify(self.storage, entry)
 
     # -- its ends
@@ -331,14 +331,14 @@ class Life(RuleBasedStateMachine):
         if not self.root.exists():
             return
         record = catalog.read_root(self.storage)
-        for entry in catalog.scan(self.storage).of_kind("committed"):
+        for entry in catalog.scan(self.storage, layout.NativeNaming()).of_kind("committed"):
             assert entry.valid, entry.problem
             assert entry.manifest is not None
             if entry.manifest.attempt not in self.rotten and self.checkpointer is None:
                 assert catalog.verify(self.storage, entry) == []
         newest = max(self.durable, default=None)
         if newest is not None:
-            entry = catalog.inspect(self.storage, layout.step_dir(newest))
+            entry = catalog.inspect(self.storage, layout.step_dir(newest), layout.NativeNaming())
             assert entry.valid, f"step {newest} was durable: {entry.problem}\n{self.story()}"
             assert record is not None
             assert record.on_ancestry(str(entry.timeline), newest)

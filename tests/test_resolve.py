@@ -34,7 +34,7 @@ def slot(step, **settings):
 
 def resolve(storage, memory=(), record=None, **settings):
     record = root_record() if record is None else record
-    return candidates(catalog.scan(storage), record, memory, run=RUN, arena_id=ARENA, **settings)
+    return candidates(catalog.scan(storage, names.NativeNaming()), record, memory, run=RUN, arena_id=ARENA, **settings)
 
 
 def shown(found):
@@ -75,7 +75,7 @@ def test_slots_of_another_run_or_root_are_left_alone(storage):
     other = ARENA[:-1] + "0"
     view = make_view({"w": torch.tensor([1])}, step=5, run="c" * 32)
     assert resolve(storage, [view.meta]) == []
-    found = candidates(catalog.scan(storage), root_record(), [slot(5)], run=RUN, arena_id=other)
+    found = candidates(catalog.scan(storage, names.NativeNaming()), root_record(), [slot(5)], run=RUN, arena_id=other)
     assert found == []
 
 

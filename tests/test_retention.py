@@ -17,6 +17,8 @@ from easyckpt.format.manifest import Manifest
 from easyckpt.saving.retention import apply_retention, keep, pinned_steps
 from easyckpt.storage.local import LocalStorage
 
+NATIVE = names.NativeNaming()
+
 
 def entry(step, kind="committed", problem=None):
     manifest = Manifest(run="a" * 32, timeline="main", step=step, world_size=1, attempt="t", created=1.0, files={})
@@ -46,7 +48,7 @@ def commit(storage, *wanted, timeline="main"):
 
 
 def retain(storage, newest=2, **settings):
-    return steps(apply_retention(storage, catalog.scan(storage), newest=newest, **settings))
+    return steps(apply_retention(storage, NATIVE, catalog.scan(storage, NATIVE), newest=newest, **settings))
 
 
 def left(storage):
@@ -131,14 +133,14 @@ def test_a_total_of_one_never_leaves_none(storage):
     failpoints.arm("retention.rename.before=error:EIO")
     with pytest.raises(OSError, match="retention"):
         retain(storage, newest=1)
-    assert steps(catalog.scan(storage).committed()) == [10, 20]
+    assert steps(catalog.scan(storage, NATIVE).committed()) == [10, 20]
 
 
 def test_damaged_ones_do_not_push_out_whole_ones(storage):
     commit(storage, 10, 20, 30)
     storage.truncate("step-00000030/rank-00000.safetensors", 100)
     assert retain(storage, newest=1) == [10]
-    assert steps(catalog.scan(storage).committed()) == [20]
+    assert steps(catalog.scan(storage, NATIVE).committed()) == [20]
 
 
 def test_pins_are_found_in_the_root(storage):
@@ -170,8 +172,8 @@ def test_after_a_crash_anywhere_each_is_whole_or_trash_and_the_next_retention_fi
     failpoints.arm(f"{point}=error:EIO")
     with pytest.raises(OSError, match="retention"):
         retain(storage)
-    assert steps(catalog.scan(storage).committed()) == still
-    assert all(problem.problem is None for problem in catalog.scan(storage).entries)
+    assert steps(catalog.scan(storage, NATIVE).committed()) == still
+    assert all(problem.problem is None for problem in catalog.scan(storage, NATIVE).entries)
     failpoints.arm("")
     retain(storage)
     assert left(storage) == ["step-00000030", "step-00000040"]
@@ -201,7 +203,7 @@ def test_one_that_cannot_be_removed_keeps_no_other_from_going(storage, monkeypat
     monkeypatch.setattr(LocalStorage, "remove_tree", refuse)
     with pytest.raises(PermissionError, match="not yours"):
         retain(storage, newest=1)
-    assert [name for name in left(storage) if not names.is_trash(name)] == ["step-00000030"]
+    assert [name for name in left(storage) if names.parse_trash_dir(name) is None] == ["step-00000030"]
     assert len(left(storage)) == 2
 
 
@@ -236,4 +238,4 @@ def test_an_abandoned_line_that_was_not_renamed_yet_neither_counts_nor_goes(stor
     commit(storage, 15, timeline="next")
     assert retain(storage, newest=2) == []
     assert retain(storage, newest=1) == [10]
-    assert steps(catalog.scan(storage).committed()) == [15, 20, 30]
+    assert steps(catalog.scan(storage, NATIVE).committed()) == [15, 20, 30]

@@ -206,6 +206,8 @@ def test_a_torn_snapshot_is_counted_and_logged(tmp_path: Path, caplog: pytest.Lo
         failpoints.arm("")
         stats = ckpt.stats()
     assert stats.counts["SnapshotDiscarded"] == 1
+    assert stats.bytes["SnapshotDiscarded"] == stats.bytes["SnapshotBegun"] / stats.counts["SnapshotBegun"]
+    assert stats.seconds["SnapshotDiscarded"] > 0
     assert [reason for reason in stats.reasons if "model.weight" in reason and "outside of an optimizer step" in reason]
     assert "changed outside of an optimizer step" in caplog.text
 

@@ -38,10 +38,10 @@ class Root(Starts):
         return LocalStorage(self.root)
 
     def committed(self) -> list[int]:
-        return [entry.step for entry in catalog.scan(self.storage).of_kind("committed")]
+        return [entry.step for entry in catalog.scan(self.storage, layout.NativeNaming()).of_kind("committed")]
 
     def stale(self) -> list[int]:
-        return [entry.step for entry in catalog.scan(self.storage).of_kind("stale")]
+        return [entry.step for entry in catalog.scan(self.storage, layout.NativeNaming()).of_kind("stale")]
 
     def rot(self, step: int) -> None:
         path = self.root / layout.step_dir(step) / layout.shard_file(0)
@@ -159,7 +159,7 @@ def test_after_an_explicit_step_back_the_steps_set_aside_stay(root):
     assert history(fourth) == {1: 40, 2: 15, 3: 15}
     assert root.stale() == [50, 60]
     assert root.committed() == [70, 80, 90]
-    for entry in catalog.scan(root.storage).of_kind("stale"):
+    for entry in catalog.scan(root.storage, layout.NativeNaming()).of_kind("stale"):
         assert catalog.verify(root.storage, entry) == []
 
 

@@ -72,7 +72,7 @@ def entry_document(entry: Entry) -> dict[str, Any]:
         "timeline": manifest.timeline if manifest else entry.timeline,
         "created": manifest.created if manifest else None,
         "world_size": manifest.world_size if manifest else None,
-        "bytes": sum(file.size for file in manifest.files.values()) if manifest else None,
+        "bytes": entry.nbytes if manifest else None,
         "metrics": dict(manifest.metrics) if manifest else {},
     }
 
@@ -163,7 +163,7 @@ def _contents(indexes: Iterable[Index]) -> tuple[dict[str, _Part], list[dict[str
 
 
 def _facts(target: Target, entry: Entry, manifest: Manifest) -> list[str]:
-    total = output.size(sum(file.size for file in manifest.files.values()))
+    total = output.size(entry.nbytes)
     lines = [
         f"{target.root}: step {manifest.step} ({entry.name}), {total} in {len(manifest.files)} files",
         f"saved {output.moment(manifest.created)} by {manifest.world_size} rank(s), run {manifest.run}, "
@@ -172,7 +172,7 @@ def _facts(target: Target, entry: Entry, manifest: Manifest) -> list[str]:
     if entry.problem is not None:
         lines.append(f"not valid: {entry.problem}")
     if manifest.parent is not None:
-        lines.append(f"copied from {manifest.parent}")
+        lines.append(f"its run began from a copy of {manifest.parent}")
     if manifest.metrics:
         lines.append("metrics: " + ", ".join(f"{name}={value}" for name, value in manifest.metrics.items()))
     return [*lines, ""]

@@ -9,6 +9,7 @@ import typer
 from easyckpt.cli import output
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import resolve
+from easyckpt.config import resolve as resolve_settings
 from easyckpt.errors import UsageError
 from easyckpt.saving import rescue as saving_rescue
 
@@ -22,18 +23,28 @@ def rescue(
     root: Annotated[str, typer.Argument(help="The checkpoint root of the run that died.", show_default=False)],
     memory_dir: Annotated[
         str | None,
-        typer.Option(help="The run's memory_dir, if it set one.", envvar="EASYCKPT_MEMORY_DIR", show_default=False),
+        typer.Option(help="The run's memory_dir, if it set one by argument.", show_default=False),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="The run's YAML file with settings, if EASYCKPT_CONFIG does not name it.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> Answer:
-    """Commit whole snapshots that dead processes left in this machine's shared memory."""
+    """Commit whole snapshots that dead processes left in this machine's shared memory.
+
+    Settings (memory_dir, lease_timeout) are found as the run found them: options, EASYCKPT_<FIELD>, YAML, default.
+    """
     target = resolve(root)
+    settings = resolve_settings({} if memory_dir is None else {"memory_dir": memory_dir}, config)
     if target.is_one:
         raise UsageError(f"{root}: one checkpoint; rescue takes the root of a run")
     target.record()  # foreign, newer or damaged: said before anything is done
     target.scan()
     with output.working("committing what is left in memory"):
-        rescued = saving_rescue.rescue(target.root, memory_dir)
+        rescued = saving_rescue.rescue(target.root, settings, target.naming, on_wait=output.say)
     rows = [{"step": item.step, "path": item.path, "bytes": item.bytes} for item in rescued]
     document = {"root": target.root, "rescued": rows}
     if not rows:

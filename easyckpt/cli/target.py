@@ -10,6 +10,7 @@ from easyckpt import catalog
 from easyckpt.catalog import Catalog, Entry
 from easyckpt.errors import ForeignFormat, UsageError
 from easyckpt.format import layout
+from easyckpt.format.layout import NamingScheme
 from easyckpt.format.manifest import RootRecord
 from easyckpt.storage.base import Storage
 from easyckpt.storage.local import LocalStorage
@@ -23,6 +24,7 @@ class Target:
 
     root: str
     storage: Storage
+    naming: NamingScheme
     name: str | None = None
     step: int | None = None
 
@@ -37,7 +39,7 @@ class Target:
 
     def scan(self) -> Catalog:
         """Everything in the root. Raises ForeignFormat where nothing there is ours."""
-        found = catalog.scan(self.storage)
+        found = catalog.scan(self.storage, self.naming)
         if not found.entries and not self.storage.exists(layout.ROOT_FILE):
             raise ForeignFormat(f"{self.root}: not an easyckpt root: no {layout.ROOT_FILE} and no checkpoint in it")
         return found
@@ -45,7 +47,7 @@ class Target:
     def pick(self) -> Entry:
         """The checkpoint that was named, else the newest valid one. Raises UsageError where there is none."""
         if self.name is not None:
-            return catalog.inspect(self.storage, self.name)
+            return catalog.inspect(self.storage, self.name, self.naming)
         found = self.scan()
         if self.step is None:
             if not found.committed():
@@ -79,12 +81,13 @@ def resolve(given: str) -> Target:
         raise UsageError(f"{path}: a file, not a checkpoint directory")
     real = os.path.realpath(path)
     name = os.path.basename(real)
-    if layout.parse_step_dir(name) is None and not os.path.lexists(os.path.join(real, layout.MANIFEST)):
-        return _opened(Target(root=path, storage=LocalStorage(real), step=step), "")
+    naming = layout.NativeNaming()
+    if naming.parse_committed(name) is None and not os.path.lexists(os.path.join(real, layout.MANIFEST)):
+        return _opened(Target(path, LocalStorage(real), naming, step=step), "")
     if step is not None:
         raise UsageError(f"{given}: {path} is one checkpoint already; give its root before the @")
     root = os.path.dirname(real)
-    return _opened(Target(root=root, storage=LocalStorage(root), name=name), name)
+    return _opened(Target(root, LocalStorage(root), naming, name=name), name)
 
 
 def _opened(target: Target, directory: str) -> Target:

@@ -30,12 +30,11 @@ class _Verdict:
     """A newer version wrote it: neither good nor damaged."""
 
     def document(self) -> dict[str, Any]:
-        manifest = self.entry.manifest
         return {
             "step": self.entry.step,
             "name": self.entry.name,
             "good": not self.problems,
-            "bytes": sum(file.size for file in manifest.files.values()) if manifest else None,
+            "bytes": self.entry.nbytes if self.entry.manifest else None,
             "problems": [
                 {"file": p.file, "tensor": p.tensor, "chunk": p.chunk, "message": p.message} for p in self.problems
             ],
@@ -51,7 +50,7 @@ def verify(
     target = resolve(checkpoint)
     root_problem = _root_problem(target)
     entries = [target.pick()] if target.is_one else _all_entries(target, stale=all_)
-    total = sum(file.size for entry in entries if entry.manifest for file in entry.manifest.files.values())
+    total = sum(entry.nbytes for entry in entries)
     with output.progress("verify", total) as count:
         verdicts = [_judge(target, entry, count) for entry in entries]
     documents = [verdict.document() for verdict in verdicts]

@@ -114,10 +114,10 @@ def trash_dir(name: str, nonce: str) -> str:
     return f".trash-{_checked(nonce, _nonce, 'a nonce')}-{name}"
 
 
-def is_trash(name: str) -> bool:
-    """Is this a :func:`trash_dir` name?"""
+def parse_trash_dir(name: str) -> str | None:
+    """The name before it became a :func:`trash_dir` name."""
     match = _trash.fullmatch(name)
-    return match is not None and safe_name(match["name"])
+    return None if match is None or not safe_name(match["name"]) else match["name"]
 
 
 # Files in a checkpoint and beside it.
@@ -218,7 +218,10 @@ def is_arena_file(name: str) -> bool:
 
 
 class NamingScheme(Protocol):
-    """How directories of checkpoints are called in a root: the door for other frameworks' names."""
+    """How directories of checkpoints are called in a root: the door for other frameworks' names.
+
+    A parser answers None to everything but what its method returns, and no name has two meanings.
+    """
 
     def committed(self, step: int) -> str:
         """Name of a committed checkpoint."""
@@ -236,8 +239,20 @@ class NamingScheme(Protocol):
         """(step, attempt) of a temporary name."""
         ...
 
+    def stale(self, step: int, timeline: str) -> str:
+        """Name of a committed checkpoint that was set aside when `timeline` was opened before it."""
+        ...
+
+    def parse_stale(self, name: str) -> tuple[int, str] | None:
+        """(step, timeline) of a stale name."""
+        ...
+
     def trash(self, name: str, nonce: str) -> str:
         """Name under which `name` waits for its deletion."""
+        ...
+
+    def parse_trash(self, name: str) -> str | None:
+        """The name before, of a name in the trash."""
         ...
 
 
@@ -260,6 +275,18 @@ class NativeNaming:
         """As :func:`parse_tmp_dir`."""
         return parse_tmp_dir(name)
 
+    def stale(self, step: int, timeline: str) -> str:
+        """As :func:`stale_dir`."""
+        return stale_dir(step, timeline)
+
+    def parse_stale(self, name: str) -> tuple[int, str] | None:
+        """As :func:`parse_stale_dir`."""
+        return parse_stale_dir(name)
+
     def trash(self, name: str, nonce: str) -> str:
         """As :func:`trash_dir`."""
         return trash_dir(name, nonce)
+
+    def parse_trash(self, name: str) -> str | None:
+        """As :func:`parse_trash_dir`."""
+        return parse_trash_dir(name)

@@ -61,7 +61,7 @@ class Manifest:
     created: float
     """Seconds since 1970."""
     parent: str | None = None
-    """``run/timeline/step`` that it was copied from."""
+    """``run/timeline/step`` of the checkpoint that its run began from: one copied from another run's root."""
     files: dict[str, FileRecord]
     """Every other file of the directory, by name."""
     metrics: dict[str, Any] = field(default_factory=dict)

@@ -40,7 +40,7 @@ class RootRecord:
     created: float
     timelines: tuple[Timeline, ...]
     parent: str | None = None
-    """``run/timeline/step`` that the root was copied from."""
+    """``run/timeline/step`` of the checkpoint that the run began from: one copied from another run's root."""
 
     def to_bytes(self) -> bytes:
         """Return the text of the file."""

@@ -16,8 +16,9 @@ from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel, LocalChannel
 from easyckpt.errors import DamagedCheckpoint, ForeignFormat, NoCheckpoint, StorageError
 from easyckpt.events import Event, Warned
-from easyckpt.format.layout import ROOT_FILE, NamingScheme, NativeNaming
+from easyckpt.format.layout import ROOT_FILE, NamingScheme
 from easyckpt.loading.apply import restore_agreed
+from easyckpt.loading.progress import newest_step_logged, steps_lost
 from easyckpt.loading.reader import Submit, open_storage, run_now
 from easyckpt.loading.resolve import Candidate, candidates
 from easyckpt.loading.snapshot import Snapshot, open_memory
@@ -56,8 +57,21 @@ class Outcome:
     restored: Restored
     newest_committed: int
     """Newest committed step, up to the restored one, of the line that was loaded from; -1: none."""
-    steps_lost: int
-    """Steps between the newest candidate and the restored one."""
+    steps_lost: int | None
+    """Finished steps after the restored one, as far as memory and the run's logs tell; None: they tell nothing."""
+    nbytes: int = 0
+    """Of this rank's state that was read and verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """What rank 0 has found; the same on all ranks."""
+
+    candidates: list[Candidate]
+    committed: list[int]
+    """Committed steps on the line."""
+    seen: list[int]
+    """Steps that are known to have been finished."""
 
 
 class Loader:
@@ -85,10 +99,18 @@ class Loader:
 
     def load(self, *, step: int | None, strict: bool, components: Collection[str] | None) -> Outcome:
         """Restore the newest candidate (or `step`) that is whole on all ranks. Raises as Checkpointer.load does."""
-        found, committed = self._candidates(step)
+        listing = self._candidates(step)
+        found, committed = listing.candidates, listing.committed
         if step is not None and not found:
             raise NoCheckpoint(_no_such_step(self._storage.root, step, committed))
         live = self._capture.components
+        nbytes = 0
+
+        def apply(snapshot: Snapshot) -> None:
+            nonlocal nbytes
+            nbytes, image = snapshot.layout.image_bytes, snapshot.layout
+            apply_all(live, image, image.trees, snapshot.objects, snapshot.leaf, strict=strict, components=components)
+
         taken = restore_agreed(
             self._channel,
             found,
@@ -96,52 +118,52 @@ class Loader:
             lambda snapshot: check_all(
                 live, snapshot.layout, snapshot.layout.trees, snapshot.objects, strict=strict, components=components
             ),
-            lambda snapshot: apply_all(
-                live,
-                snapshot.layout,
-                snapshot.layout.trees,
-                snapshot.objects,
-                snapshot.leaf,
-                strict=strict,
-                components=components,
-            ),
+            apply,
             timeout=self._timeout,
             skipped=self._passed_over,
         )
+        lost = steps_lost(0 if taken is None else taken.step, [candidate.step for candidate in found], listing.seen)
         if taken is None:
-            return Outcome(Restored(0, None, None, self._ranks.world_size, None), -1, 0)
+            return Outcome(Restored(0, None, None, self._ranks.world_size, None), -1, lost)
         path = os.path.join(self._storage.root, taken.source) if taken.tier == "storage" else None
         restored = Restored(taken.step, taken.tier, path, self._ranks.world_size, taken.timeline)
         # A newer commit that could not be restored counts for nothing: what was restored may be the newest good state.
         newest = max((number for number in committed if number <= taken.step), default=-1)
-        return Outcome(restored, newest, max(candidate.step for candidate in found) - taken.step)
+        return Outcome(restored, newest, lost, nbytes)
 
-    def _candidates(self, step: int | None) -> tuple[list[Candidate], list[int]]:
-        """Rank 0's list of candidates for all, and the committed steps on the line."""
+    def _candidates(self, step: int | None) -> _Listing:
+        """Rank 0's list of candidates for all."""
         own = [[meta.timeline, meta.step] for meta in self._arena.sealed()]
         held = self._channel.exchange("load: steps in memory", own, self._timeout)
         everywhere = {tuple(key) for key in own}.intersection(*({tuple(key) for key in keys} for keys in held))
         memory = [meta for meta in self._arena.sealed() if (meta.timeline, meta.step) in everywhere]
+        somewhere = {int(number) for keys in (own, *held) for _, number in keys}
 
         def work() -> dict[str, Any]:
             # On the thread that rotates, behind what it was told before: a checkpoint that is about to go is none.
-            listing = self._submit(lambda: self._list(memory, step))
+            listing = self._submit(lambda: self._list(memory, somewhere, step))
             try:
                 return listing.result(self._timeout)
             except FutureTimeout:
                 raise StorageError(f"{self._storage.root}: no answer for {self._timeout:g} s (peer_timeout)") from None
 
         answer = done_by_rank_0(self._channel, self._ranks, "load: candidates", work, self._timeout)
-        return [Candidate.from_json(value) for value in answer["candidates"]], list(answer["committed"])
+        found = [Candidate.from_json(value) for value in answer["candidates"]]
+        return _Listing(found, list(answer["committed"]), list(answer["seen"]))
 
-    def _list(self, memory: Sequence[SlotMeta], step: int | None) -> dict[str, Any]:
+    def _list(self, memory: Sequence[SlotMeta], somewhere: Collection[int], step: int | None) -> dict[str, Any]:
         record = catalog.read_root(self._storage)
         found = catalog.scan(self._storage, self._naming)
         listed = candidates(found, record, memory, run=self._run, arena_id=self._arena_id, step=step)
         every = candidates(found, record, (), run=self._run, arena_id=self._arena_id)
         names = {entry.name for entry in found.committed()}
         committed = [candidate.step for candidate in every if candidate.source in names]
-        return {"candidates": [candidate.to_json() for candidate in listed], "committed": committed}
+        seen = list(somewhere)
+        if (logged := newest_step_logged(self._storage)) is not None:
+            seen.append(logged)
+        elif record is None or not record.timelines:
+            seen.append(0)  # nothing was ever saved here
+        return {"candidates": [candidate.to_json() for candidate in listed], "committed": committed, "seen": seen}
 
     def _open(self, candidate: Candidate) -> Snapshot:
         rank, world_size = self._ranks.rank, self._ranks.world_size
@@ -182,13 +204,13 @@ def _no_such_step(root: str, step: int, committed: Sequence[int]) -> str:
     )
 
 
-def restore_read_only(root: str, state: Mapping[str, Any], *, step: int | None) -> Restored:
+def restore_read_only(root: str, state: Mapping[str, Any], *, step: int | None, naming: NamingScheme) -> Restored:
     """Restore `state` from storage without owning anything. See `easyckpt.restore`."""
     storage = LocalStorage(root)
     record = catalog.read_root(storage)
     if record is None:
         raise ForeignFormat(f"{root} is not a checkpoint root: it has no {ROOT_FILE}")
-    found = catalog.scan(storage, NativeNaming())
+    found = catalog.scan(storage, naming)
     listed = candidates(found, record, (), run=record.run, arena_id="", step=step)
     if not listed and step is not None:
         every = candidates(found, record, (), run=record.run, arena_id="")

@@ -119,5 +119,6 @@ def _check_run(entry: Entry, manifest: Manifest, runs: set[str]) -> None:
         raise ForeignFormat(
             f"{entry.name} belongs to run {manifest.run}, this root to {ours}: two jobs have written into it, or a "
             "checkpoint was copied here by hand. Give each job a root of its own, or move that directory away; to "
-            "begin a run from another run's checkpoint, call easyckpt.restore(its root, state) in a new root's job."
+            "begin a run from another run's checkpoint, copy it into an empty root, or call easyckpt.restore(its root, "
+            "state) in a new root's job."
         )

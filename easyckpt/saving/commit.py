@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,11 +45,11 @@ def commit(context: CommitContext, flush: Flush, files: Mapping[str, tuple[int, 
     temporary, final = naming.temporary(flush.step, flush.attempt), naming.committed(flush.step)
     failpoints.hit(REPORTED)
     _check_files(storage, temporary, files)
-    if _is_committed(storage, final, manifest):
+    if _is_committed(context, final, manifest):
         storage.sync_dir("")  # an earlier attempt was renamed, and may not have come to this
         storage.remove_tree(temporary)
         return sum(size for size, _ in files.values())
-    _make_way(storage, final, flush)
+    _make_way(context, final)
     context.check_lease()
     with storage.create(f"{temporary}/{layout.MANIFEST}") as file:
         data = manifest.to_bytes()
@@ -100,26 +101,27 @@ def _check_files(storage: Storage, temporary: str, files: Mapping[str, tuple[int
             raise SaveFailed(f"{temporary}/{name} has {found} bytes, its rank has written {size}")
 
 
-def _is_committed(storage: Storage, final: str, manifest: Manifest) -> bool:
+def _is_committed(context: CommitContext, final: str, manifest: Manifest) -> bool:
     """Whether this step of this line of training is a valid checkpoint already: then that is the commit."""
-    if not storage.exists(final):
+    if not context.storage.exists(final):
         return False
-    entry = catalog.inspect(storage, final)
+    entry = catalog.inspect(context.storage, final, context.naming)
     found = entry.manifest
     return (
         entry.problem is None and found is not None and (found.run, found.timeline) == (manifest.run, manifest.timeline)
     )
 
 
-def _make_way(storage: Storage, final: str, flush: Flush) -> None:
+def _make_way(context: CommitContext, final: str) -> None:
     """Move a damaged directory of the same name aside; a valid one of another line is never touched."""
+    storage = context.storage
     if not storage.exists(final):
         return
-    entry = catalog.inspect(storage, final)
+    entry = catalog.inspect(storage, final, context.naming)
     if entry.problem is None:
         raise SaveFailed(f"{final} is a checkpoint of another line of training; it is not overwritten")
     logger.warning("%s is damaged (%s) and is moved to trash", final, entry.problem)
-    storage.rename(final, layout.trash_dir(final, flush.attempt))
+    storage.rename(final, context.naming.trash(final, secrets.token_hex(4)))
     storage.sync_dir("")
 
 

@@ -412,7 +412,8 @@ class Coordinator:
         else:
             self._failures_in_a_row += 1
             self._unsaved = error
-            self._emit(FlushFailed(step=step, attempt=attempt, reason=decision.reason))
+            nbytes, seconds = self._part.effort(attempt)
+            self._emit(FlushFailed(step=step, attempt=attempt, reason=decision.reason, bytes=nbytes, seconds=seconds))
             tolerated = self._config.on_failure == "continue" and self._failures_in_a_row <= self._config.max_failures
             if not tolerated and error is not None and self._failure is None:
                 self._failure = (decision.raise_at, error)

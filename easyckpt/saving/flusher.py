@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from easyckpt import catalog
+from easyckpt.catalog import Catalog, Entry
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.errors import EasyckptError, OutcomeUnknown
 from easyckpt.events import Event, Retained
@@ -57,7 +58,6 @@ class Flusher:
         self._writer = ShardWriter(context.storage, min_free_bytes=min_free_bytes)
         self._worker = Worker("easyckpt-flush")
         self._begun: dict[str, float] = {}
-        self.parent: str | None = None
 
     def prepare(self, layout: Layout) -> None:
         """The layout of the snapshots to come, so that it need not be parsed out of them."""
@@ -90,18 +90,20 @@ class Flusher:
     def commit(self, work: Work, view: SnapshotBytes) -> Future[CommitResult]:
         """Rank 0: steps 4 and 5 of the commit protocol."""
         begun = self._begun.pop(work.flush.attempt, time.perf_counter())
-        manifest = build_manifest(
-            work.flush,
-            work.files,
-            run=self._run,
-            timeline=view.meta.timeline,
-            world_size=self._ranks.world_size,
-            parent=self.parent,
-            metrics=self._metrics_of(work.flush.step),
-        )
+        timeline, metrics = view.meta.timeline, self._metrics_of(work.flush.step)
 
         def job() -> CommitResult:
             try:
+                record = catalog.read_root(self._context.storage)
+                manifest = build_manifest(
+                    work.flush,
+                    work.files,
+                    run=self._run,
+                    timeline=timeline,
+                    world_size=self._ranks.world_size,
+                    parent=record.parent if record is not None else None,
+                    metrics=metrics,
+                )
                 nbytes = commit(self._context, work.flush, work.files, manifest)
             except OutcomeUnknown as error:
                 return CommitResult(str(error), True, 0, time.perf_counter() - begun)
@@ -126,18 +128,15 @@ class Flusher:
 
         def job() -> None:
             begun = time.perf_counter()
-            storage = self._context.storage
+            storage, naming = self._context.storage, self._context.naming
             try:
-                found = catalog.scan(storage, self._context.naming)
-                removed = apply_retention(
-                    storage, found, newest=self._keep_newest, held=held, naming=self._context.naming
-                )
+                found = catalog.scan(storage, naming)
+                removed = apply_retention(storage, naming, found, newest=self._keep_newest, held=held)
             except (EasyckptError, OSError) as error:
                 logger.warning("rotating old checkpoints failed, will try again after the next commit: %s", error)
                 return
             if removed:
-                steps = tuple(entry.step for entry in removed)
-                self._emit(Retained(removed=steps, seconds=time.perf_counter() - begun))
+                self._emit(_retained(found, removed, time.perf_counter() - begun))
 
         return self._worker.submit(job)
 
@@ -156,3 +155,14 @@ class Flusher:
                 self._context.storage.remove_tree(directory)
         except (EasyckptError, OSError) as error:
             logger.warning("removing %s failed: %s", directory, error)
+
+
+def _retained(found: Catalog, removed: Sequence[Entry], seconds: float) -> Retained:
+    kept = [entry.step for entry in found.committed() if entry not in removed]
+    return Retained(
+        step=max(kept, default=None),
+        bytes=sum(entry.nbytes for entry in removed),
+        seconds=seconds,
+        removed=tuple(entry.step for entry in removed),
+        kept=tuple(kept),
+    )

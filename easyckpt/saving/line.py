@@ -1,4 +1,4 @@
-"""Opening a line of training in the root: what rank 0 does once, before the first save after a load.
+"""A root's own record: its first one, and the line of training that rank 0 opens in it before the first save.
 
 The order makes a crash anywhere harmless: the timeline is durable first, and from that moment on steps past the fork
 are no candidates any more, whatever their names are.
@@ -36,6 +36,32 @@ class Origin:
     """None: from nothing."""
     explicit: bool = False
     """The user named the step."""
+
+
+def new_root(storage: Storage, naming: layout.NamingScheme) -> RootRecord:
+    """The record of a root that has none yet: a new run.
+
+    Checkpoints that lie there already were copied there. The run of the newest one is the parent, and their timelines
+    are the past that the new run goes on from: one after the other, in the order of their newest steps.
+    """
+    now = time.time()
+    found = [entry.manifest for entry in catalog.scan(storage, naming).committed() if entry.manifest is not None]
+    parent = found[-1] if found else None
+    newest: dict[str, int] = {}
+    for manifest in found:
+        if parent is not None and manifest.run == parent.run:
+            newest.pop(manifest.timeline, None)
+            newest[manifest.timeline] = manifest.step
+    lines: list[Timeline] = []
+    for timeline, before in zip(newest, (None, *newest), strict=False):
+        fork = 0 if before is None else newest[before]
+        lines.append(Timeline(id=timeline, parent=before, fork_step=fork, explicit=False, opened=now))
+    return RootRecord(
+        run=secrets.token_hex(16),
+        created=now,
+        timelines=tuple(lines),
+        parent=None if parent is None else f"{parent.run}/{parent.timeline}/{parent.step}",
+    )
 
 
 def open_line(storage: Storage, naming: layout.NamingScheme, origin: Origin | None) -> tuple[RootRecord, int]:
@@ -88,7 +114,7 @@ def _set_aside(storage: Storage, naming: layout.NamingScheme, record: RootRecord
             if entry.problem is None:
                 kept.append(entry.step)
             continue
-        stale = layout.stale_dir(entry.step, _abandoned_by(record, timeline, entry.step).id)
+        stale = naming.stale(entry.step, _abandoned_by(record, timeline, entry.step).id)
         logger.warning("%s lies past step %d, where training goes on from: set aside as %s", entry.name, fork, stale)
         storage.rename(entry.name, stale)
         failpoints.hit(SET_ASIDE)
@@ -120,7 +146,7 @@ def _tidy_attempts(storage: Storage, naming: layout.NamingScheme, record: RootRe
             final = naming.committed(entry.step)
             _make_manifest_durable(storage, entry.name)
             if storage.exists(final):
-                storage.rename(final, layout.trash_dir(final, secrets.token_hex(4)))
+                storage.rename(final, naming.trash(final, secrets.token_hex(4)))
             storage.rename(entry.name, final)
             logger.warning("%s was complete but for its rename: it is %s now", entry.name, final)
         else:

@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 
-from easyckpt.errors import UsageError
+from easyckpt.errors import DamagedCheckpoint, UsageError
 from easyckpt.format import layout
+from easyckpt.format.image import Layout
+from easyckpt.state.apply import saved_value
 from easyckpt.storage.base import Storage
 
+#: The component of a snapshot that holds them.
+COMPONENT = "easyckpt.metrics"
 #: Enough for every step that can still be in memory and be committed.
 REMEMBERED_STEPS = 256
 #: What a line says by itself (resuming cuts by it), and what a value that the user gave that name is called there.
@@ -80,6 +84,19 @@ class Metrics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From a snapshot."""
         self.latest = dict(state)
+
+
+def metrics_in(image: Layout, objects: bytes) -> dict[str, float]:
+    """What was newest at the step of a snapshot, out of its layout and objects. Raises DamagedCheckpoint."""
+    trees = image.trees
+    if not isinstance(trees, dict) or COMPONENT not in trees:
+        return {}
+    value = saved_value(image, trees, objects, COMPONENT, _no_tensor)
+    return {name: number for name, number in value.items() if isinstance(number, (int, float))}
+
+
+def _no_tensor(number: int) -> Any:
+    raise DamagedCheckpoint(f"the metrics refer to tensor {number}, and they have none")
 
 
 def cut(storage: Storage, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -34,12 +35,13 @@ class Participant:
         """The attempt that this rank takes part in."""
         self._abandoned = threading.Event()
         self._stages: set[str] = set()
+        self._newest: tuple[str | None, int, float] = (None, 0, 0.0)
+        """The attempt that this rank took part in last: its name, bytes of the snapshot, when it began."""
 
     def take_part(self, flush: Flush) -> None:
         """Do what `flush` asks for now and was not done yet."""
         if flush.attempt != self.attempt:
             self.attempt, self._abandoned, self._stages = flush.attempt, threading.Event(), set()
-            self._emit(FlushBegun(step=flush.step, attempt=flush.attempt))
         stage: Literal["digest", "files"] = "digest" if flush.share is None else "files"
         if flush.abandoned is not None:
             self._abandoned.set()
@@ -51,15 +53,27 @@ class Participant:
         """The flush has been decided."""
         self.attempt = None
 
+    def effort(self, attempt: str) -> tuple[int, float]:
+        """Bytes of this rank's snapshot in `attempt`, and seconds since it began; nothing where there was none."""
+        newest, nbytes, begun = self._newest
+        return (nbytes, time.perf_counter() - begun) if newest == attempt else (0, 0.0)
+
     def _begin(self, flush: Flush, stage: Literal["digest", "files"]) -> None:
         try:
             view = self._view_of(flush.step)
         except EasyckptError as error:
+            self._say_begun(flush, 0)
             self._report(Report(attempt=flush.attempt, error=str(error)))
             return
+        self._say_begun(flush, view.meta.image_bytes)
         digest = stage == "digest"
         job: Future[Any] = self._flusher.digest(view) if digest else self._flusher.write(flush, view, self._abandoned)
         self._watch(job, lambda done: self._report(_result(flush.attempt, stage, done)))
+
+    def _say_begun(self, flush: Flush, nbytes: int) -> None:
+        if self._newest[0] != flush.attempt:
+            self._newest = (flush.attempt, nbytes, time.perf_counter())
+            self._emit(FlushBegun(step=flush.step, attempt=flush.attempt, bytes=nbytes))
 
 
 def _result(attempt: str, stage: Literal["digest", "files"], done: Future[Any]) -> Report:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from easyckpt import catalog
+from easyckpt.config import CheckpointConfig
 from easyckpt.errors import ForeignFormat, NotLoaded, RootInUse
 from easyckpt.format import layout
-from easyckpt.format.canonical import loads
 from easyckpt.format.image import Layout
+from easyckpt.format.layout import NamingScheme
 from easyckpt.format.manifest import RootRecord
 from easyckpt.memory.adoption import find_slots
 from easyckpt.memory.owner import OwnerLock
@@ -21,6 +22,7 @@ from easyckpt.memory.reading import open_slot
 from easyckpt.memory.slot import SlotMeta, SlotView
 from easyckpt.saving.commit import CommitContext, build_manifest, commit
 from easyckpt.saving.messages import Flush
+from easyckpt.saving.metrics import metrics_in
 from easyckpt.saving.writer import ShardWriter, replicated_digest
 from easyckpt.storage.lease import Lease
 from easyckpt.storage.local import LocalStorage
@@ -35,22 +37,29 @@ class RescuedStep:
     bytes: int
 
 
-def rescue(root: str, memory_dir: str | None = None, *, user: str | None = None) -> list[RescuedStep]:
+def rescue(
+    root: str,
+    config: CheckpointConfig,
+    naming: NamingScheme,
+    *,
+    user: str | None = None,
+    on_wait: Callable[[str], None] | None = None,
+) -> list[RescuedStep]:
     """Commit every snapshot of `root`'s run that is whole in this node's shared memory and newer than all committed.
 
-    Raises RootInUse while a process of the run lives, ForeignFormat where `root` is none of ours. Snapshots of which
-    a rank's part is missing here (another node has it, or had it) are left alone.
+    `config` are the run's settings; `on_wait` hears what is waited for while another job may own the root. Raises
+    RootInUse while a process of the run lives, ForeignFormat where `root` is none of ours. Snapshots of which a rank's
+    part is missing here (another node has it, or had it) are left alone.
     """
-    storage = LocalStorage(root)
+    storage = LocalStorage(root, direct_io=config.direct_io)
     record = catalog.read_root(storage)
     if record is None:
         raise ForeignFormat(f"{root} is not a checkpoint root: it has no {layout.ROOT_FILE}")
-    directory, _ = memory_directory(memory_dir)
+    directory, _ = memory_directory(config.memory_dir)
     arena = layout.arena_id(record.run, os.path.realpath(storage.root))
     groups = _whole_groups(directory, user, record, arena)
     if not groups:
         return []
-    naming = layout.NativeNaming()
     found = catalog.scan(storage, naming)
     newest = max((entry.step for entry in found.committed() if _on_line(record, entry)), default=-1)
     lease = Lease(
@@ -58,11 +67,11 @@ def rescue(root: str, memory_dir: str | None = None, *, user: str | None = None)
         root_lock_path=layout.owner_beside(next(iter(groups.values()))[0]),
         incarnation=secrets.token_hex(4),
         run=record.run,
-        timeout=60.0,
+        timeout=config.lease_timeout,
         is_free=OwnerLock.is_free,
     )
     with _owned(path for paths in groups.values() for path in paths):
-        lease.acquire()
+        lease.acquire(on_wait)
         try:
             context = CommitContext(storage=storage, naming=naming, check_lease=lease.check)
             return [
@@ -114,6 +123,7 @@ def _commit_group(context: CommitContext, record: RootRecord, paths: Sequence[st
             raise NotLoaded(f"{path} is not sealed any more: somebody else is using it")
         views.append(view)
     meta = views[0].meta
+    metrics = metrics_in(Layout.from_bytes(views[0].static), views[0].objects)
     share = len({replicated_digest(view) for view in views}) == 1
     attempt = f"rescue{secrets.token_hex(4)}-000001"
     flush = Flush(attempt=attempt, step=meta.step, due=None, share=share)
@@ -128,7 +138,7 @@ def _commit_group(context: CommitContext, record: RootRecord, paths: Sequence[st
             timeline=meta.timeline,
             world_size=meta.world_size,
             parent=record.parent,
-            metrics={},
+            metrics=metrics,
         )
         nbytes = commit(context, flush, files, manifest)
     except BaseException:
@@ -146,8 +156,6 @@ def _write(
     writer = ShardWriter(context.storage)
     files: dict[str, tuple[int, str]] = {}
     for rank, view in enumerate(views):
-        Layout.from_bytes(view.static)
-        loads(view.objects)
         written = writer.write(directory, view, write_replicated=rank == 0 or not share)
         files |= {name: (entry.size, entry.digest) for name, entry in written.items()}
     context.storage.sync_dir(directory)

@@ -13,7 +13,7 @@ from easyckpt import catalog, failpoints
 from easyckpt.catalog import Catalog, Entry
 from easyckpt.errors import StorageError
 from easyckpt.format import layout
-from easyckpt.format.layout import NamingScheme, NativeNaming
+from easyckpt.format.layout import NamingScheme
 from easyckpt.format.manifest import RootRecord
 from easyckpt.storage.base import Storage
 
@@ -51,19 +51,18 @@ def keep(
 
 def apply_retention(
     storage: Storage,
+    naming: NamingScheme,
     found: Catalog,
     *,
     newest: int | None,
     every: int | None = None,
     held: Collection[int] = (),
-    naming: NamingScheme | None = None,
 ) -> list[Entry]:
     """Remove what :func:`keep` says, what an automatic fallback has set aside, and all trash. Returns what went.
 
     Called after a commit. Everything is moved to the trash before anything is deleted, and one directory that cannot
     be removed keeps no other from going; the first such error is raised at the end.
     """
-    naming = naming or NativeNaming()
     record = catalog.read_root(storage)
     line = [entry for entry in found.committed() if record is None or _on_line(record, entry)]
     going = keep(line, newest=newest, every=every, pinned=pinned_steps(storage), held=held)

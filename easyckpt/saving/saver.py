@@ -176,6 +176,7 @@ class Saver:
 
     def _stage(self, step: int, *, wait: bool, overlap: bool) -> bool:
         assert self._identity is not None
+        begun = time.perf_counter()
         self._parts.metrics.take(step)
         self._parts.coordinator.came_to(step)
         capture = self._parts.capture.capture()
@@ -186,7 +187,8 @@ class Saver:
         slot = self._acquire(step, capture.layout.image_bytes, wait)
         if slot is None:
             reason = "no slot is free" if self._parts.arena.ready(capture.layout.image_bytes) else "memory is growing"
-            self._parts.events.emit(SnapshotSkipped(step=step, reason=reason))
+            nbytes, seconds = capture.layout.image_bytes, time.perf_counter() - begun
+            self._parts.events.emit(SnapshotSkipped(step=step, reason=reason, bytes=nbytes, seconds=seconds))
             return False
         try:
             self._parts.stager.stage(self._identity, step, capture, slot, overlap=overlap)

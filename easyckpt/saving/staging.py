@@ -226,6 +226,7 @@ class Stager:
         window.job.wait()
         window.job.release()
         window.slot.clear()
-        self._emit(SnapshotDiscarded(step=window.meta.step, reason=reason))
+        meta, seconds = window.meta, time.perf_counter() - window.begun
+        self._emit(SnapshotDiscarded(step=meta.step, reason=reason, bytes=meta.image_bytes, seconds=seconds))
         self._on_discarded(window.meta.step, window.slot)
         window.over.set()

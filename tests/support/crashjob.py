@@ -156,7 +156,7 @@ class Job:
         """Nothing that is said to have failed may stand there as a checkpoint of this start."""
         if isinstance(error, OutcomeUnknown):
             return
-        for entry in catalog.scan(LocalStorage(self.order["root"])).committed():
+        for entry in catalog.scan(LocalStorage(self.order["root"]), layout.NativeNaming()).committed():
             if f"step {entry.step} was not committed (failed)" in str(error):
                 self.note(failed_but_committed=entry.step, text=str(error))
 

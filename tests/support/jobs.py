@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from easyckpt import catalog
+from easyckpt.format.layout import NativeNaming
 from easyckpt.storage.local import LocalStorage
 from tests.support.zygote import Child, zygote
 
@@ -192,7 +193,7 @@ def _free_port() -> int:
 
 def committed(root: Path) -> list[int]:
     """The steps that are committed in `root`."""
-    return [entry.step for entry in catalog.scan(LocalStorage(str(root))).committed()]
+    return [entry.step for entry in catalog.scan(LocalStorage(str(root)), NativeNaming()).committed()]
 
 
 def events(root: Path, rank: int = 0, kind: str | None = None) -> list[dict[str, Any]]:

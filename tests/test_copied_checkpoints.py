@@ -1,0 +1,136 @@
+"""What `cp` makes: a copied checkpoint begins a new run that names its parent, a copied root goes on as its run."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import easyckpt
+from easyckpt import catalog
+from easyckpt.cli import app
+from easyckpt.format import layout
+from easyckpt.format.manifest import RootRecord
+from easyckpt.saving.line import new_root
+from easyckpt.storage.local import LocalStorage
+from tests.support.checkpoints import make_view, write_checkpoint
+
+NATIVE = layout.NativeNaming()
+LEASE = {"lease_timeout": 0.5, "lease_interval": 0.2}  # a copied lease names the original's process
+
+
+def train(root: Path, to: int, *, step: int | None = None, **settings) -> easyckpt.Restored:
+    """Go on from what can be loaded to step `to`, every second step committed; the weights are the step's number."""
+    model = torch.nn.Linear(2, 2)
+    settings = {"save_storage_interval": 2, "max_ckpt_num": None, "back_pressure": "wait"} | LEASE | settings
+    with easyckpt.Checkpointer(root, {"model": model}, **settings) as checkpointer:
+        restored = checkpointer.load(step=step)
+        if restored.step:
+            assert torch.equal(model.weight, torch.full((2, 2), float(restored.step)))
+        for number in range(restored.step + 1, to + 1):
+            with torch.no_grad():
+                model.weight.fill_(float(number))
+            checkpointer.save_if_needed(number)
+            checkpointer.wait()
+    return restored
+
+
+def record(root: Path) -> RootRecord:
+    found = catalog.read_root(LocalStorage(root))
+    assert found is not None
+    return found
+
+
+def committed(root: Path) -> list[int]:
+    return [entry.step for entry in catalog.scan(LocalStorage(root), NATIVE).committed()]
+
+
+def copy_steps(source: Path, target: Path, *steps: int) -> None:
+    for step in steps:
+        shutil.copytree(source / layout.step_dir(step), target / layout.step_dir(step))
+
+
+def test_a_copied_checkpoint_begins_a_new_run_that_names_its_parent(tmp_path, capsys):
+    old, new = tmp_path / "old", tmp_path / "new"
+    train(old, 6)
+    parent = f"{record(old).run}/{record(old).timelines[-1].id}/6"
+    copy_steps(old, new, 6)
+    assert train(new, 9).step == 6
+    assert record(new).run != record(old).run
+    assert record(new).parent == parent
+    for step in (8, 9):
+        manifest = catalog.read_manifest(LocalStorage(new), layout.step_dir(step))
+        assert (manifest.run, manifest.parent) == (record(new).run, parent)
+    with pytest.raises(SystemExit):
+        app(["show", str(new)])
+    assert f"its run began from a copy of {parent}" in " ".join(capsys.readouterr().out.split())
+    assert train(new, 9).step == 9
+    assert committed(old) == [2, 4, 6]
+
+
+def test_a_copied_checkpoint_is_rotated_like_any_other(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    train(old, 6)
+    copy_steps(old, new, 4, 6)
+    train(new, 10, max_ckpt_num=2)
+    assert committed(new) == [8, 10]
+
+
+def test_all_that_was_copied_can_be_restored_also_from_several_timelines(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    train(old, 4)
+    train(old, 8)
+    copy_steps(old, new, 2, 4, 6, 8)
+    assert train(new, 8, step=2).step == 2  # goes back, over both lines, and on
+    assert committed(new) == [2, 4, 6, 8]
+    assert {entry.step for entry in catalog.scan(LocalStorage(new), NATIVE).of_kind("stale")} == {4, 6, 8}
+    assert train(new, 8).step == 8
+
+
+def test_timelines_of_a_copy_are_ordered_by_their_newest_steps(tmp_path):
+    storage = LocalStorage(tmp_path / "root")
+    for step, timeline in ((10, "one"), (20, "two"), (30, "one"), (25, "other")):
+        run = "c" * 32 if timeline == "other" else "a" * 32
+        view = make_view({"w": torch.zeros(1)}, step=step, timeline=timeline, run=run)
+        write_checkpoint(storage, view, attempt="a-1")
+    found = new_root(storage, NATIVE)
+    assert found.parent == "a" * 32 + "/one/30"
+    assert [line.id for line in found.timelines] == ["two", "one"]
+    assert all(found.on_ancestry(*key) for key in (("one", 10), ("two", 20), ("one", 30)))
+    assert RootRecord.from_bytes(found.to_bytes()) == found
+
+
+def test_damaged_copies_are_no_parent(tmp_path):
+    train(tmp_path / "old", 6)
+    copy_steps(tmp_path / "old", tmp_path / "new", 4, 6)
+    (tmp_path / "new" / layout.step_dir(6) / layout.shard_file(0)).unlink()
+    assert new_root(LocalStorage(tmp_path / "new"), NATIVE).parent.endswith("/4")
+
+
+DIES = """
+import os, signal, sys, torch, easyckpt
+checkpointer = easyckpt.Checkpointer(sys.argv[1], {"model": torch.nn.Linear(2, 2)}, save_storage_interval=1000)
+step = checkpointer.load().step + 1
+checkpointer.save_if_needed(step)
+checkpointer.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_copied_root_goes_on_as_the_same_run_and_shares_no_memory(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    train(old, 4)
+    died = subprocess.run([sys.executable, "-c", DIES, str(old)], capture_output=True, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    shutil.copytree(old, new)
+    assert train(new, 8).tier == "storage"  # step 5 lies in the original's memory
+    assert (record(new).run, record(new).parent) == (record(old).run, None)
+    assert committed(old) == [2, 4]
+    with easyckpt.Checkpointer(old, {"model": torch.nn.Linear(2, 2)}) as checkpointer:
+        restored = checkpointer.load()
+    assert (restored.step, restored.tier) == (5, "memory")
