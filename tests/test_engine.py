@@ -101,6 +101,18 @@ def test_a_loop_that_left_with_an_exception_goes_on_from_memory(root):
         assert torch.equal(again.weights(), training.weights())
 
 
+def test_memory_that_cannot_be_prepared_does_not_make_a_load_pass_over_a_good_checkpoint(root):
+    training, _ = start(root)
+    with training.checkpointer:
+        training.to(13)
+    failpoints.arm("supply.prepared=error:EIO")
+    again = Training(root)
+    with again.checkpointer as checkpointer:
+        assert checkpointer._parts.arena._supply.wait(60)  # the failure is there to be raised
+        assert checkpointer.load().step == 13
+        assert torch.equal(again.weights(), training.weights())
+
+
 def test_restored_from_memory_and_ended_at_once_is_committed(root):
     training, _ = start(root)
     with pytest.raises(ZeroDivisionError), training.checkpointer:
