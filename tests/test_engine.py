@@ -323,6 +323,23 @@ def test_an_error_after_the_rename_is_not_called_failed(root):
     assert 1 in committed(root)
 
 
+@pytest.mark.parametrize("asked", [False, True], ids=["due", "asked for"])
+def test_a_due_snapshot_that_cannot_be_sealed_holds_no_later_one_up(root, asked):
+    """Without overlap it is sealed, or discarded, within the very call that makes it due."""
+    training, _ = start(root, save_storage_interval=1, overlap=False, on_failure="continue", back_pressure="wait")
+    with training.checkpointer as checkpointer:
+        training.to(2)
+        training.step()
+        failpoints.arm("slot.seal.payload=error:EIO")
+        future = checkpointer.save(3) if asked else checkpointer.save_if_needed(3)
+        if asked:
+            assert "holds no whole snapshot of step 3" in str(future.exception(60))
+        with pytest.raises(easyckpt.SaveFailed, match=r"step 3: .*slot\.seal\.payload"):
+            checkpointer.wait(60)
+        training.step()
+        assert checkpointer.save(4).result(60) == 4
+
+
 @pytest.mark.parametrize("place", ["commit.durable", "commit.latest.after", "retention.rename.before"])
 def test_trouble_after_the_commit_does_not_make_it_a_failure(root, place):
     training, _ = start(root, max_ckpt_num=1)
