@@ -15,6 +15,7 @@ from torch import nn
 import easyckpt
 from easyckpt import Checkpointer, failpoints
 from easyckpt.saving.staging import Stager
+from tests.support.staged import until
 from tests.support.tmpfs import tmpfs  # noqa: F401 - a fixture
 
 
@@ -256,9 +257,9 @@ def test_back_pressure_skip_never_waits_and_counts(root, tmp_path):
     failpoints.arm(f"writer.shard.begin=hold:{hold}")
     training, _ = start(root, save_storage_interval=5)
     with training.checkpointer as checkpointer:
-        training.to(20)  # comes to its end although the flush of step 5 does not
-        while checkpointer.stats().counts.get("FlushSkipped", 0) < 3:
-            pass
+        for due in range(5, 25, 5):  # comes to its end although the flush of step 5 does not
+            training.to(due, due - 5)
+            until(lambda due=due: checkpointer.stats().counts.get("FlushSkipped", 0) == due // 5 - 1)
         hold.with_suffix(".go").touch()
         checkpointer.wait(60)
         assert committed(root) == [5]
