@@ -259,11 +259,17 @@ def test_a_crash_or_an_error_there_loses_nothing(laboratory, name):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", sorted(failpoints.NAMES))
-def test_a_crash_or_an_error_at_every_hit_loses_nothing(laboratory, name):
+def test_a_crash_or_an_error_at_every_hit_loses_nothing(laboratory, name, campaign_part):
     """In full: each failpoint, in every scenario, at every hit, with every action."""
     if name in ELSEWHERE:
         pytest.skip(ELSEWHERE[name])
+    kills = errors = 0
     for scenario in hit_by(laboratory, name):
         for number in range(1, laboratory.hits[scenario.name][name] + 1):
             for action in [KILL] if name in ONLY_KILL else ACTIONS:
                 experiment(laboratory, scenario, f"{name}@{number}={action}")
+                kills, errors = kills + (action == KILL), errors + (action != KILL)
+    campaign_part(
+        "crash_failpoints", seed=None, tests=len(failpoints.NAMES) - len(ELSEWHERE), failpoints=1, kills=kills,
+        errors=errors,
+    )  # fmt: skip
