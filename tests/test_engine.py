@@ -312,6 +312,21 @@ def test_close_raises_what_is_not_durable_whatever_the_policy(root):
         assert (restored.step, restored.tier) == (3, "memory")
 
 
+def test_a_failure_on_a_line_that_was_left_does_not_come_back_at_the_end(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        training.to(10)
+        checkpointer.wait(60)
+        training.step()
+        failpoints.arm("writer.shard.chunk=error:EIO")
+        future = checkpointer.save(11)
+        for call in (lambda: future.result(60), lambda: checkpointer.wait(60)):
+            with pytest.raises(easyckpt.SaveFailed, match="Input/output error"):
+                call()
+        assert checkpointer.load(step=10).step == 10
+    assert committed(root) == [10]
+
+
 def test_an_error_after_the_rename_is_not_called_failed(root):
     training, _ = start(root)
     failpoints.arm("commit.rename.after=error:EIO")

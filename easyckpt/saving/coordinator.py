@@ -107,6 +107,7 @@ class Coordinator:
         with self.lock:
             floor = -1 if adopted is None else adopted[1]
             self._timeline, self._adopted = timeline, adopted
+            self._unsaved = None  # it was raised, and lies on a line that training has left
             self.committed, self.floor, self.useless = committed, floor, frozenset()
             self._early, self._asked = {}, -1
             line = self._post.line + 1
