@@ -226,6 +226,7 @@ class Life(RuleBasedStateMachine):
     def go_back(self, which: int) -> None:
         """To a checkpoint that the line in force has, by name, in the running process."""
         assert self.checkpointer is not None
+        self.checkpointer._parts.flusher.submit(lambda: None).result()  # what is about to be rotated away is gone
         steps = sorted(step for step in self.durable if self.good(step))
         if not steps:
             return
