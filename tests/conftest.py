@@ -16,13 +16,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import campaigns
+from support.campaigns import campaign_part
+
+__all__ = ["campaign_part"]
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "easyckpt-test-"
 JOIN_SECONDS = 10.0
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(campaigns.Results(), "easyckpt-campaigns")
     for name in [name for name in os.environ if name.startswith("EASYCKPT_")]:
         del os.environ[name]  # settings of the person who runs the tests are not the tests'
     for path in SHARED_MEMORY.glob(f"{PREFIX}*-*"):  # left by test runs that were killed

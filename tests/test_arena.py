@@ -91,6 +91,12 @@ def arenas():
         yield build
 
 
+@pytest.fixture(autouse=True)
+def disarm():
+    yield
+    failpoints.arm("")
+
+
 def prepared(arena: Arena, image_bytes: int = MIB) -> Arena:
     arena.ensure(image_bytes, 1000)
     assert arena.wait_ready(WAIT)
@@ -102,6 +108,26 @@ def steps(arena: Arena) -> list[int]:
 
 
 # Which slot is written next.
+
+
+def test_a_slot_that_cannot_be_prepared_is_raised_once_and_tried_again(directory, arenas):
+    arena = arenas(directory)
+    failpoints.arm("supply.prepared@2=error:EIO")
+    arena.ensure(MIB, 1000)
+    with pytest.raises(StorageError, match=r"preparing snapshot slots failed: .*Input/output error"):
+        arena.wait_ready(WAIT)
+    assert arena.wait_ready(WAIT)
+    assert all(save(arena, step, None) for step in (1, 2, 3))
+    assert [path.name for path in directory.iterdir() if path.suffix == ".3"] == []  # what failed has left nothing
+
+
+def test_a_failure_that_nobody_was_told_of_is_logged_at_the_end(directory, caplog):
+    arena = make(directory)
+    failpoints.arm("supply.prepared=error:EIO")
+    arena.ensure(MIB, 1000)
+    assert arena._supply.wait(WAIT)
+    arena.close(remove=True)
+    assert "preparing snapshot slots failed" in caplog.text
 
 
 def test_slots_are_made_in_the_background(directory, arenas):

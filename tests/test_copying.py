@@ -6,34 +6,19 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.staged import Rig
+from support.staged import Rig, rig_of  # noqa: F401 - rig_of is a fixture
 from torch import nn
 
 from easyckpt.format.image import LeafSpec, plan_layout
 from easyckpt.saving import copying, cuda_copying, raw_memory
 
 WIDTH = 128
-
-
-@pytest.fixture
-def rig_of(memory_dir: Path) -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def make(state: Any, **options: Any) -> Rig:
-        directory = memory_dir / f"rig-{len(made)}"
-        directory.mkdir()
-        made.append(Rig(directory, state, **options))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
 
 
 KINDS = {

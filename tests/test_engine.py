@@ -15,6 +15,7 @@ from torch import nn
 import easyckpt
 from easyckpt import Checkpointer, failpoints
 from easyckpt.saving.staging import Stager
+from tests.support.staged import until
 from tests.support.tmpfs import tmpfs  # noqa: F401 - a fixture
 
 
@@ -98,6 +99,18 @@ def test_a_loop_that_left_with_an_exception_goes_on_from_memory(root):
     again, restored = start(root)
     with again.checkpointer:
         assert (restored.step, restored.tier) == (7, "memory")
+        assert torch.equal(again.weights(), training.weights())
+
+
+def test_memory_that_cannot_be_prepared_does_not_make_a_load_pass_over_a_good_checkpoint(root):
+    training, _ = start(root)
+    with training.checkpointer:
+        training.to(13)
+    failpoints.arm("supply.prepared=error:EIO")
+    again = Training(root)
+    with again.checkpointer as checkpointer:
+        assert checkpointer._parts.arena._supply.wait(60)  # the failure is there to be raised
+        assert checkpointer.load().step == 13
         assert torch.equal(again.weights(), training.weights())
 
 
@@ -254,9 +267,9 @@ def test_back_pressure_skip_never_waits_and_counts(root, tmp_path):
     failpoints.arm(f"writer.shard.begin=hold:{hold}")
     training, _ = start(root, save_storage_interval=5)
     with training.checkpointer as checkpointer:
-        training.to(20)  # comes to its end although the flush of step 5 does not
-        while checkpointer.stats().counts.get("FlushSkipped", 0) < 3:
-            pass
+        for due in range(5, 25, 5):  # comes to its end although the flush of step 5 does not
+            training.to(due, due - 5)
+            until(lambda due=due: checkpointer.stats().counts.get("FlushSkipped", 0) == due // 5 - 1)
         hold.with_suffix(".go").touch()
         checkpointer.wait(60)
         assert committed(root) == [5]
@@ -309,6 +322,21 @@ def test_close_raises_what_is_not_durable_whatever_the_policy(root):
         assert (restored.step, restored.tier) == (3, "memory")
 
 
+def test_a_failure_on_a_line_that_was_left_does_not_come_back_at_the_end(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        training.to(10)
+        checkpointer.wait(60)
+        training.step()
+        failpoints.arm("writer.shard.chunk=error:EIO")
+        future = checkpointer.save(11)
+        for call in (lambda: future.result(60), lambda: checkpointer.wait(60)):
+            with pytest.raises(easyckpt.SaveFailed, match="Input/output error"):
+                call()
+        assert checkpointer.load(step=10).step == 10
+    assert committed(root) == [10]
+
+
 def test_an_error_after_the_rename_is_not_called_failed(root):
     training, _ = start(root)
     failpoints.arm("commit.rename.after=error:EIO")
@@ -319,6 +347,23 @@ def test_an_error_after_the_rename_is_not_called_failed(root):
         with pytest.raises(easyckpt.OutcomeUnknown):
             checkpointer.wait(60)
     assert 1 in committed(root)
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["due", "asked for"])
+def test_a_due_snapshot_that_cannot_be_sealed_holds_no_later_one_up(root, asked):
+    """Without overlap it is sealed, or discarded, within the very call that makes it due."""
+    training, _ = start(root, save_storage_interval=1, overlap=False, on_failure="continue", back_pressure="wait")
+    with training.checkpointer as checkpointer:
+        training.to(2)
+        training.step()
+        failpoints.arm("slot.seal.payload=error:EIO")
+        future = checkpointer.save(3) if asked else checkpointer.save_if_needed(3)
+        if asked:
+            assert "holds no whole snapshot of step 3" in str(future.exception(60))
+        with pytest.raises(easyckpt.SaveFailed, match=r"step 3: .*slot\.seal\.payload"):
+            checkpointer.wait(60)
+        training.step()
+        assert checkpointer.save(4).result(60) == 4
 
 
 @pytest.mark.parametrize("place", ["commit.durable", "commit.latest.after", "retention.rename.before"])

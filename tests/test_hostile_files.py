@@ -22,7 +22,6 @@ from easyckpt.loading.snapshot import open_memory
 from easyckpt.memory.slot import open_slot
 from easyckpt.state.apply import apply_all, check_all
 from easyckpt.state.capture import StateCapture
-from tests.support import campaigns
 
 SEED = 20_240_229
 KINDS = ("manifest", "index", "shard", "root", "slot")
@@ -203,7 +202,7 @@ def test_a_sample_of_hostile_files_is_refused_or_harmless(committed):
 
 
 @pytest.mark.soak
-def test_ten_thousand_hostile_files_are_refused_or_harmless(committed):
+def test_ten_thousand_hostile_files_are_refused_or_harmless(committed, campaign_part):
     outcomes = run_campaign(committed, FULL)
     assert outcomes["refused"] > FULL // 2
-    campaigns.record("hostile_files", seed=SEED, mutations=FULL, **outcomes)
+    campaign_part("hostile_files", seed=SEED, tests=1, mutations=FULL, **outcomes)

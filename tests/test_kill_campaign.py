@@ -1,17 +1,13 @@
-"""The kill campaign: a seeded sample always, the whole by `make soak`, which writes its result beside itself."""
+"""The kill campaign: a seeded sample always, the whole by `make soak`, which keeps its result."""
 
 from __future__ import annotations
 
-import json
 import os
-import time
-from pathlib import Path
 
 import pytest
 
 from tests.campaigns.kill import campaign
 
-RESULT = Path(__file__).parent / "campaigns" / "results" / "kill.json"
 SEED = int(os.environ.get("KILL_SEED", "20261129"))
 KILLS = 50
 
@@ -28,24 +24,14 @@ def test_a_sample_of_the_campaign(tmp_path, ranks, kills, slow):
     assert_as_promised(campaign(tmp_path, ranks, kills, SEED, slow=slow), kills)
 
 
+CASES = [(1, False, 0), (2, False, 1), (4, False, 1), (1, True, 0), (2, True, 0), (4, True, 0)]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_the_whole_campaign(tmp_path):
-    begun = time.monotonic()
-    cases = [(1, False, 0), (2, False, 1), (4, False, 1), (1, True, 0), (2, True, 0), (4, True, 0)]
-    done = []
-    for number, (ranks, slow, under_torchrun) in enumerate(cases):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        kills = KILLS if not slow else KILLS // 2
-        figures = campaign(directory, ranks, kills, SEED, slow=slow, torchrun_chains=under_torchrun)
-        done.append((figures, kills))
-        result = {
-            "seed": SEED,
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "seconds": round(time.monotonic() - begun),
-            "cases": [figures.as_json() for figures, _ in done],
-        }
-        RESULT.write_text(json.dumps(result, indent=2) + "\n")
-    for figures, kills in done:
-        assert_as_promised(figures, kills)
+@pytest.mark.parametrize(("ranks", "slow", "under_torchrun"), CASES)
+def test_the_whole_campaign(tmp_path, ranks, slow, under_torchrun, campaign_part):
+    kills = KILLS if not slow else KILLS // 2
+    figures = campaign(tmp_path, ranks, kills, SEED, slow=slow, torchrun_chains=under_torchrun)
+    assert_as_promised(figures, kills)
+    campaign_part("kill", seed=SEED, tests=len(CASES), kills=kills, cases=[figures.as_json()])

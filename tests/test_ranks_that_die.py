@@ -69,6 +69,15 @@ WITHOUT_RANK_0 = [
     pytest.param("rank 0", "writer.shard.begin", marks=pytest.mark.soak, id="rank 0-writer.shard.begin"),
     pytest.param("rank 0", "commit.durable", marks=pytest.mark.soak, id="rank 0-commit.durable"),
 ]
+#: Of `make soak`, which runs no others of these.
+SOAK = [case for case in [*MATRIX, *WITHOUT_RANK_0] if case.marks]
+
+
+@pytest.fixture
+def soaked(request, campaign_part):
+    """Counts the death if it passes, where it is one of those of `make soak`."""
+    if request.node.get_closest_marker("soak"):
+        campaign_part("ranks_that_die", seed=None, tests=len(SOAK), deaths=1)
 
 
 @functools.cache
@@ -112,7 +121,7 @@ def every_rank_finished(job) -> int:
 
 
 @pytest.mark.parametrize(("ranks", "point", "who"), MATRIX)
-def test_who_dies_when(paths, tmp_path, straight_directory, ranks, point, who):
+def test_who_dies_when(paths, tmp_path, straight_directory, soaked, ranks, point, who):
     """A group that trains together: the others fail in their next collective and end; the restart loses nothing."""
     root, notes = paths
     at = 0 if who == "rank 0" or point in RANK_0 else ranks - 1
@@ -147,7 +156,7 @@ def ends_of_survivors(job, dead):
 
 
 @pytest.mark.parametrize(("store", "point"), WITHOUT_RANK_0)
-def test_without_rank_0_the_others_do_not_wait_for_ever_nor_call_it_failed(paths, point, store):
+def test_without_rank_0_the_others_do_not_wait_for_ever_nor_call_it_failed(paths, soaked, point, store):
     root, notes = paths
     durable = point in ("commit.rename.after", "commit.durable")
     settings = SETTINGS | {"save_storage_interval": 1000}

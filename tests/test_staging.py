@@ -6,35 +6,20 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.forked import Forked
-from support.staged import Rig, until
+from support.staged import Rig, rig_of, stands_in, until  # noqa: F401 - rig_of is a fixture
 from torch import nn
 
 import easyckpt
 from easyckpt import failpoints
 
 WIDTH = 128
-
-
-@pytest.fixture
-def rig_of(memory_dir: Path) -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def make(state: Any, **options: Any) -> Rig:
-        directory = memory_dir / f"rig-{len(made)}"
-        directory.mkdir()
-        made.append(Rig(directory, state, **options))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
 
 
 class Job:
@@ -146,10 +131,18 @@ def test_time_in_the_hook_is_counted(rig_of: Callable[..., Rig]) -> None:
     rig = rig_of(job.state)
     number = job.settle(rig)
     rig.stager.blocked_in_hook = 0.0
-    failpoints.arm("staging.copy=pause:0.3")
-    rig.save(number)
-    job.step()
-    assert rig.stager.blocked_in_hook > 0.1
+    with rig.holding() as gate:
+        rig.save(number)
+        gate.reached()
+        stepping = threading.Thread(target=job.step)
+        stepping.start()
+        until(lambda: stands_in(stepping, "wait_before_step"))
+        stood = time.perf_counter()
+        time.sleep(0.01)
+        least = time.perf_counter() - stood
+        gate.release()
+        stepping.join()
+    assert rig.stager.blocked_in_hook >= least
     rig.end()
 
 
@@ -198,12 +191,14 @@ def test_a_torn_snapshot_is_counted_and_logged(tmp_path: Path, caplog: pytest.Lo
         for step in range(1, 5):
             job.step()
             ckpt.save_if_needed(step)
-        failpoints.arm("staging.copy=pause:0.2")
-        job.step()
+        job.step()  # behind the copy before, which must not meet what is armed
+        hold = tmp_path / "hold"
+        failpoints.arm(f"staging.copy=hold:{hold}")
         ckpt.save_if_needed(5)
+        until(hold.exists)
         job.model.weight.data.add_(1)
+        hold.with_suffix(".go").touch()
         job.step()
-        failpoints.arm("")
         stats = ckpt.stats()
     assert stats.counts["SnapshotDiscarded"] == 1
     assert stats.bytes["SnapshotDiscarded"] == stats.bytes["SnapshotBegun"] / stats.counts["SnapshotBegun"]

@@ -286,7 +286,9 @@ def test_a_kill_at_each_point_of_opening_a_line(place, explicit):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "fallback"])
-def test_a_kill_at_every_failpoint_of_opening_a_line(place, explicit):
+def test_a_kill_at_every_failpoint_of_opening_a_line(place, explicit, campaign_part):
     root = fresh(place)
-    for point in points_of_opening(root, **step_back(root, explicit)):
+    points = points_of_opening(root, **step_back(root, explicit))
+    for point in points:
         crash_while_opening(place, explicit, point)
+    campaign_part("timelines", seed=None, tests=2, kills=len(points))

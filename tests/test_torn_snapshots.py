@@ -6,16 +6,14 @@ Mutations happen while the copying thread certainly stands before a tensor that 
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.staged import Rig, until
+from support.staged import Rig, rig_of, stands_in, until  # noqa: F401 - rig_of is a fixture
 from torch import nn
 
 from easyckpt.saving import staging
@@ -47,21 +45,6 @@ class Job:
         return next(self.model.parameters())
 
 
-@pytest.fixture
-def rigs(memory_dir: Path) -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def make(state: Any, **options: Any) -> Rig:
-        directory = memory_dir / f"rig-{len(made)}"
-        directory.mkdir()
-        made.append(Rig(directory, state, **options))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
-
-
 def settle(rig: Rig, step: Callable[[], Any], first: int = 1) -> int:
     """Train until snapshots overlap; returns the next step's number."""
     for number in range(first, first + FEW_STEPS):
@@ -82,9 +65,9 @@ def overlapped(rig: Rig, step: int) -> bool:
     return True
 
 
-def test_the_step_waits_until_the_copy_has_ended(rigs: Callable[..., Rig]) -> None:
+def test_the_step_waits_until_the_copy_has_ended(rig_of: Callable[..., Rig]) -> None:
     job = Job()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     before = copy.deepcopy(job.weight.detach())
     with rig.holding() as gate:
@@ -92,7 +75,7 @@ def test_the_step_waits_until_the_copy_has_ended(rigs: Callable[..., Rig]) -> No
         gate.reached()
         stepping = threading.Thread(target=job.step)
         stepping.start()
-        until(lambda: _stands_in(stepping, "wait_before_step"))
+        until(lambda: stands_in(stepping, "wait_before_step"))
         assert torch.equal(job.weight.detach(), before)  # the step has not begun
         assert rig.sealed[-1] < number
         gate.release()
@@ -101,15 +84,6 @@ def test_the_step_waits_until_the_copy_has_ended(rigs: Callable[..., Rig]) -> No
     rig.end()
     assert rig.sealed[-1] == number
     assert not rig.discarded
-
-
-def _stands_in(thread: threading.Thread, function: str) -> bool:
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        if frame.f_code.co_name == function:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _no_grad(change: Callable[[Job], Any]) -> Callable[[Job], None]:
@@ -138,9 +112,9 @@ MUTATIONS: dict[str, Callable[[Job], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MUTATIONS)
-def test_parameters_changed_outside_of_a_step(rigs: Callable[..., Rig], kind: str) -> None:
+def test_parameters_changed_outside_of_a_step(rig_of: Callable[..., Rig], kind: str) -> None:
     job = Job()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     with rig.holding() as gate:
         rig.save(number)
@@ -161,10 +135,10 @@ def test_parameters_changed_outside_of_a_step(rigs: Callable[..., Rig], kind: st
     assert list(rig.discarded) == [number]
 
 
-def test_a_change_before_the_first_overlap_is_learned_without_a_loss(rigs: Callable[..., Rig]) -> None:
+def test_a_change_before_the_first_overlap_is_learned_without_a_loss(rig_of: Callable[..., Rig]) -> None:
     """Weights that are clipped through .data before each step, as WGAN does: few elements change."""
     job = Job()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     for number in range(1, 8):
         rig.save(number)
         job.weight.data[5, 6] += 1
@@ -176,9 +150,9 @@ def test_a_change_before_the_first_overlap_is_learned_without_a_loss(rigs: Calla
     assert len(rig.warned) == 1
 
 
-def test_weights_swapped_for_an_evaluation_and_swapped_back(rigs: Callable[..., Rig]) -> None:
+def test_weights_swapped_for_an_evaluation_and_swapped_back(rig_of: Callable[..., Rig]) -> None:
     job = Job()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     kept = [p.detach().clone() for p in job.model.parameters()]
     with rig.holding(nth=2) as gate:
@@ -195,7 +169,7 @@ def test_weights_swapped_for_an_evaluation_and_swapped_back(rigs: Callable[..., 
     assert list(rig.discarded) == [number]
 
 
-def test_embedding_that_renormalizes_itself_in_forward(rigs: Callable[..., Rig]) -> None:
+def test_embedding_that_renormalizes_itself_in_forward(rig_of: Callable[..., Rig]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -206,7 +180,7 @@ def test_embedding_that_renormalizes_itself_in_forward(rigs: Callable[..., Rig])
             return self.out(self.table(x[:, 0].abs().long()))
 
     job = Job(model=Model(), make=lambda p: torch.optim.SGD(p, lr=10.0))
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     for number in range(1, 8):
         rig.save(number)
         job.step()
@@ -216,12 +190,12 @@ def test_embedding_that_renormalizes_itself_in_forward(rigs: Callable[..., Rig])
     assert rig.sealed[-5:] == [3, 4, 5, 6, 7]
 
 
-def test_data_of_a_parameter_replaced_and_its_memory_freed(rigs: Callable[..., Rig]) -> None:
+def test_data_of_a_parameter_replaced_and_its_memory_freed(rig_of: Callable[..., Rig]) -> None:
     """The old memory lives until it is copied; then nobody holds it."""
     model = nn.Sequential(nn.Linear(2048, 2048))  # its memory goes back to the system when it is freed
     job = Job(model=model, make=lambda p: torch.optim.SGD(p, lr=1e-2))
     job.backward = lambda: model(torch.randn(2, 2048)).pow(2).mean().backward()  # type: ignore[method-assign]
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     with rig.holding() as gate:
         rig.save(number)
@@ -235,9 +209,9 @@ def test_data_of_a_parameter_replaced_and_its_memory_freed(rigs: Callable[..., R
     assert rig.sealed[-2:] == [number, number + 1]
 
 
-def test_buffers_that_change_in_forward(rigs: Callable[..., Rig]) -> None:
+def test_buffers_that_change_in_forward(rig_of: Callable[..., Rig]) -> None:
     job = Job()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     with rig.holding() as gate:
         rig.save(number)
@@ -252,12 +226,12 @@ def test_buffers_that_change_in_forward(rigs: Callable[..., Rig]) -> None:
     assert not rig.discarded
 
 
-def test_ema_weights_and_counters_that_are_updated_after_the_save(rigs: Callable[..., Rig]) -> None:
+def test_ema_weights_and_counters_that_are_updated_after_the_save(rig_of: Callable[..., Rig]) -> None:
     job = Job()
     ema = copy.deepcopy(job.model)
     counters = {"seen": torch.zeros(WIDTH * WIDTH), "steps": 0}
     schedule = torch.optim.lr_scheduler.LambdaLR(job.optimizer, lambda step: 0.9**step)
-    rig = rigs({**job.state, "ema": ema, "counters": counters, "schedule": schedule})
+    rig = rig_of({**job.state, "ema": ema, "counters": counters, "schedule": schedule})
 
     def after() -> None:
         with torch.no_grad():
@@ -302,9 +276,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_every_optimizer_of_torch(rigs: Callable[..., Rig], kind: str) -> None:
+def test_every_optimizer_of_torch(rig_of: Callable[..., Rig], kind: str) -> None:
     job = Job(OPTIMIZERS[kind])
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     for again in range(number, number + FEW_STEPS):
         assert overlapped(rig, again)
@@ -315,7 +289,7 @@ def test_every_optimizer_of_torch(rigs: Callable[..., Rig], kind: str) -> None:
     assert not rig.warned
 
 
-def test_a_closure_is_evaluated_within_the_step(rigs: Callable[..., Rig]) -> None:
+def test_a_closure_is_evaluated_within_the_step(rig_of: Callable[..., Rig]) -> None:
     job = Job(lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=2, history_size=2))
 
     def step() -> None:
@@ -327,7 +301,7 @@ def test_a_closure_is_evaluated_within_the_step(rigs: Callable[..., Rig]) -> Non
 
         job.optimizer.step(closure)
 
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, step)
     for again in range(number, number + FEW_STEPS):
         rig.save(again)
@@ -336,11 +310,11 @@ def test_a_closure_is_evaluated_within_the_step(rigs: Callable[..., Rig]) -> Non
     assert rig.sealed == list(range(1, number + FEW_STEPS))
 
 
-def test_bfloat16_parameters_with_states_of_other_types(rigs: Callable[..., Rig]) -> None:
+def test_bfloat16_parameters_with_states_of_other_types(rig_of: Callable[..., Rig]) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).bfloat16()
     job = Job(lambda p: torch.optim.AdamW(p, fused=True), model)
     job.backward = lambda: model(torch.randn(8, WIDTH).bfloat16()).pow(2).mean().backward()  # type: ignore[method-assign]
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     with rig.holding() as gate:
         rig.save(number)
@@ -370,9 +344,9 @@ class ScaledJob(Job):
         self.scaler.update()
 
 
-def test_a_step_that_the_scaler_skips_is_no_miss(rigs: Callable[..., Rig]) -> None:
+def test_a_step_that_the_scaler_skips_is_no_miss(rig_of: Callable[..., Rig]) -> None:
     job = ScaledJob()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     for again in range(number, number + 6):
         assert overlapped(rig, again)
@@ -384,9 +358,9 @@ def test_a_step_that_the_scaler_skips_is_no_miss(rigs: Callable[..., Rig]) -> No
     assert not rig.discarded
 
 
-def test_a_skip_long_ago_excuses_no_step_without_a_hook(rigs: Callable[..., Rig]) -> None:
+def test_a_skip_long_ago_excuses_no_step_without_a_hook(rig_of: Callable[..., Rig]) -> None:
     job = ScaledJob()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     job.skip = True
     for number in (1, 2):  # nothing overlaps yet, and the scale falls
         job.step()
@@ -405,9 +379,9 @@ def test_a_skip_long_ago_excuses_no_step_without_a_hook(rigs: Callable[..., Rig]
     assert list(rig.discarded) == [number]
 
 
-def test_skips_of_a_scaler_that_is_not_in_the_state_turn_overlap_off(rigs: Callable[..., Rig]) -> None:
+def test_skips_of_a_scaler_that_is_not_in_the_state_turn_overlap_off(rig_of: Callable[..., Rig]) -> None:
     job = ScaledJob(known=False)
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     job.skip = True
     for again in range(number, number + 4):
@@ -419,9 +393,9 @@ def test_skips_of_a_scaler_that_is_not_in_the_state_turn_overlap_off(rigs: Calla
     assert not overlapped(rig, number + 5)
 
 
-def test_gradients_accumulated_with_a_save_at_each_step(rigs: Callable[..., Rig]) -> None:
+def test_gradients_accumulated_with_a_save_at_each_step(rig_of: Callable[..., Rig]) -> None:
     job = Job()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
 
     def step() -> None:
         job.optimizer.zero_grad()
@@ -437,9 +411,9 @@ def test_gradients_accumulated_with_a_save_at_each_step(rigs: Callable[..., Rig]
     assert rig.sealed == list(range(1, number + FEW_STEPS))
 
 
-def test_gradients_accumulated_with_a_save_at_each_part_ends_without_overlap(rigs: Callable[..., Rig]) -> None:
+def test_gradients_accumulated_with_a_save_at_each_part_ends_without_overlap(rig_of: Callable[..., Rig]) -> None:
     job = Job()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     for number in range(1, 21):
         job.backward()
         if number % 2 == 0:
@@ -453,7 +427,7 @@ def test_gradients_accumulated_with_a_save_at_each_part_ends_without_overlap(rig
     assert rig.sealed[-10:] == list(range(11, 21))
 
 
-def test_an_optimizer_that_steps_in_backward(rigs: Callable[..., Rig]) -> None:
+def test_an_optimizer_that_steps_in_backward(rig_of: Callable[..., Rig]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     optimizers = {p: torch.optim.AdamW([p], fused=True) for p in model.parameters()}
@@ -468,7 +442,7 @@ def test_an_optimizer_that_steps_in_backward(rigs: Callable[..., Rig]) -> None:
     def step() -> None:
         model(torch.randn(8, WIDTH)).pow(2).mean().backward()
 
-    rig = rigs({"model": model, **{f"opt{n}": o for n, o in enumerate(optimizers.values())}})
+    rig = rig_of({"model": model, **{f"opt{n}": o for n, o in enumerate(optimizers.values())}})
     number = settle(rig, step)
     with rig.holding() as gate:
         rig.save(number)
@@ -476,7 +450,7 @@ def test_an_optimizer_that_steps_in_backward(rigs: Callable[..., Rig]) -> None:
         backward = threading.Thread(target=step)
         before = model[1].weight.detach().clone()
         backward.start()
-        until(lambda: _stands_in(backward, "wait_before_step"))
+        until(lambda: stands_in(backward, "wait_before_step"))
         assert torch.equal(model[1].weight.detach(), before)
         gate.release()
         backward.join()
@@ -487,7 +461,7 @@ def test_an_optimizer_that_steps_in_backward(rigs: Callable[..., Rig]) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_model_and_step(rigs: Callable[..., Rig], backend: str) -> None:
+def test_compiled_model_and_step(rig_of: Callable[..., Rig], backend: str) -> None:
     job = Job()
     run = torch.compile(job.model, backend=backend)
     compiled = torch.compile(job.optimizer.step, backend=backend)
@@ -497,7 +471,7 @@ def test_compiled_model_and_step(rigs: Callable[..., Rig], backend: str) -> None
         run(torch.randn(8, WIDTH)).pow(2).mean().backward()
         compiled()
 
-    rig = rigs({"model": run, "opt": job.optimizer})
+    rig = rig_of({"model": run, "opt": job.optimizer})
     try:
         number = settle(rig, step)
         for again in range(number, number + FEW_STEPS):
@@ -516,9 +490,9 @@ def _step_without_hooks(job: Job) -> None:
         parameter.data.mul_(0.9)
 
 
-def test_a_torch_optimizer_whose_hooks_do_not_fire(rigs: Callable[..., Rig]) -> None:
+def test_a_torch_optimizer_whose_hooks_do_not_fire(rig_of: Callable[..., Rig]) -> None:
     job = Job()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     job.optimizer.step = lambda: _step_without_hooks(job)  # type: ignore[method-assign]
     for again in range(number, number + 5):
@@ -535,11 +509,11 @@ def test_a_torch_optimizer_whose_hooks_do_not_fire(rigs: Callable[..., Rig]) -> 
     assert "overlap is off" in rig.warned[0]
 
 
-def test_a_torch_optimizer_whose_hooks_never_fired_is_never_trusted(rigs: Callable[..., Rig]) -> None:
+def test_a_torch_optimizer_whose_hooks_never_fired_is_never_trusted(rig_of: Callable[..., Rig]) -> None:
     job = Job()
     job.optimizer.step = lambda: _step_without_hooks(job)  # type: ignore[method-assign]
     other = Job()  # one that is not part of the state, and steps once
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     for number in range(1, 6):
         rig.save(number)
         assert rig.stager.window_step is None
@@ -551,11 +525,11 @@ def test_a_torch_optimizer_whose_hooks_never_fired_is_never_trusted(rigs: Callab
     assert not rig.warned
 
 
-def test_one_of_two_optimizers_has_no_hooks(rigs: Callable[..., Rig]) -> None:
+def test_one_of_two_optimizers_has_no_hooks(rig_of: Callable[..., Rig]) -> None:
     """The other one's hook ends each window after the harm is done: its leaves never prove themselves."""
     job, quiet = Job(), Job()
     quiet.optimizer.step = lambda: _step_without_hooks(quiet)  # type: ignore[method-assign]
-    rig = rigs({**job.state, "quiet": quiet.model, "quiet opt": quiet.optimizer})
+    rig = rig_of({**job.state, "quiet": quiet.model, "quiet opt": quiet.optimizer})
     for number in range(1, 7):
         with rig.holding() as gate:
             rig.save(number)
@@ -591,10 +565,10 @@ class HomeMade:
         self.momentum = state["momentum"]
 
 
-def test_an_optimizer_that_is_none_of_torchs(rigs: Callable[..., Rig]) -> None:
+def test_an_optimizer_that_is_none_of_torchs(rig_of: Callable[..., Rig]) -> None:
     job = Job(HomeMade)
     other = Job()  # of which the hook fires, and which is not part of the state
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     for number in range(1, 6):
         rig.save(number)
         assert rig.stager.window_step is None
@@ -627,9 +601,9 @@ class Wrapper:
         self.optimizer.load_state_dict(state)
 
 
-def test_an_optimizer_inside_of_another_object(rigs: Callable[..., Rig]) -> None:
+def test_an_optimizer_inside_of_another_object(rig_of: Callable[..., Rig]) -> None:
     job = Job(Wrapper)
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     assert overlapped(rig, number)
     job.step()
@@ -637,14 +611,14 @@ def test_an_optimizer_inside_of_another_object(rigs: Callable[..., Rig]) -> None
     assert rig.sealed == list(range(1, number + 1))
 
 
-def test_inference_tensors_are_copied_early(rigs: Callable[..., Rig]) -> None:
+def test_inference_tensors_are_copied_early(rig_of: Callable[..., Rig]) -> None:
     job = Job()
     job.step()
     with torch.inference_mode():
         kept = torch.zeros(WIDTH, WIDTH)
     job.optimizer.state[job.weight]["exp_avg"] = kept
     box = {"kept": kept}
-    rig = rigs({**job.state, "box": box})
+    rig = rig_of({**job.state, "box": box})
     rig.save(1)
     for number in range(2, 6):
         with torch.inference_mode():
@@ -659,7 +633,7 @@ def test_inference_tensors_are_copied_early(rigs: Callable[..., Rig]) -> None:
     assert rig.sealed == [1, 2, 3, 4, 5]
 
 
-def test_a_parameter_that_shares_its_storage_with_a_buffer(rigs: Callable[..., Rig]) -> None:
+def test_a_parameter_that_shares_its_storage_with_a_buffer(rig_of: Callable[..., Rig]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -675,7 +649,7 @@ def test_a_parameter_that_shares_its_storage_with_a_buffer(rigs: Callable[..., R
             return x @ self.weight + self.other.sum()
 
     job = Job(model=Model())
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     with rig.holding() as gate:
         rig.save(number)
@@ -688,10 +662,10 @@ def test_a_parameter_that_shares_its_storage_with_a_buffer(rigs: Callable[..., R
     assert not rig.discarded
 
 
-def test_the_layout_changes_between_saves(rigs: Callable[..., Rig]) -> None:
+def test_the_layout_changes_between_saves(rig_of: Callable[..., Rig]) -> None:
     """Growing and shrinking: a new param group, a new buffer, another dtype, a layer that goes."""
     job = Job()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     new = nn.Linear(WIDTH, WIDTH)
 
@@ -734,9 +708,9 @@ def test_the_layout_changes_between_saves(rigs: Callable[..., Rig]) -> None:
     assert overlapped(rig, number + 5)  # all have proven themselves again
 
 
-def test_no_tensor_is_held_after_the_window(rigs: Callable[..., Rig]) -> None:
+def test_no_tensor_is_held_after_the_window(rig_of: Callable[..., Rig]) -> None:
     job = Job()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     rig.save(number)
     job.step()
@@ -753,10 +727,10 @@ def test_no_tensor_is_held_after_the_window(rigs: Callable[..., Rig]) -> None:
     assert rig.sealed[-1] == number
 
 
-def test_memory_is_let_go_of_at_the_end_of_its_copy(rigs: Callable[..., Rig]) -> None:
+def test_memory_is_let_go_of_at_the_end_of_its_copy(rig_of: Callable[..., Rig]) -> None:
     """Not only at the end of the window: after p.data = q the old memory is of no use to anybody else."""
     job = Job()
-    rig = rigs(job.state)
+    rig = rig_of(job.state)
     number = settle(rig, job.step)
     rig.save(number)
     memory = weakref.ref(job.weight.untyped_storage())

@@ -23,7 +23,7 @@ from easyckpt.loading.reader import Submit, open_storage, run_now
 from easyckpt.loading.resolve import Candidate, candidates
 from easyckpt.loading.snapshot import Snapshot, open_memory
 from easyckpt.memory.arena import Arena
-from easyckpt.memory.slot import SlotMeta
+from easyckpt.memory.slot import Slot, SlotMeta
 from easyckpt.state.apply import apply_all, check_all
 from easyckpt.state.capture import StateCapture
 from easyckpt.storage.base import Storage
@@ -170,8 +170,7 @@ class Loader:
         if candidate.tier == "memory":
             view = self._arena.view(candidate.step, candidate.timeline)
             return open_memory(view, rank=rank, world_size=world_size, where=self._arena.directory)
-        # A free slot is memory that is there already; fresh memory would have to be touched first.
-        slot = self._arena.acquire(candidate.step, 0, None, ())
+        slot = self._borrowed_slot(candidate)
         snapshot = None
         try:
             snapshot = open_storage(
@@ -191,6 +190,14 @@ class Loader:
                 else:
                     snapshot.on_close = release
         return snapshot
+
+    def _borrowed_slot(self, candidate: Candidate) -> Slot | None:
+        """A free slot is memory that is there already; fresh memory would have to be touched first."""
+        try:
+            return self._arena.acquire(candidate.step, 0, None, ())
+        except StorageError as error:  # it says nothing about the candidate, which can be read without
+            self._emit(Warned(step=candidate.step, message=f"{candidate} is read into fresh memory: {error}"))
+            return None
 
     def _passed_over(self, candidate: Candidate, reason: str) -> None:
         self._emit(Warned(step=candidate.step, message=f"{candidate} cannot be restored and is passed over: {reason}"))

@@ -104,14 +104,18 @@ class Supply:
         return True
 
     def stop(self) -> None:
-        """End the background work; bounded by one piece of it."""
+        """End the background work; bounded by one piece of it. What it met and nobody was told of is logged."""
         self._stopping = True
         self.wait(None)
+        if self._failure is not None:
+            _log.warning("preparing snapshot slots failed: %s", self._failure)
 
     def raise_failure(self) -> None:
-        """Raise what the background work met and could not handle, once."""
+        """Raise what the background work met and could not handle, once; the work is begun anew."""
         failure, self._failure = self._failure, None
         if failure is not None:
+            with self.state:
+                self.start()  # else whoever waits for a slot next would wait for nobody
             raise StorageError(f"preparing snapshot slots failed: {failure}") from failure
 
     def go_private(self, reason: str) -> None:
@@ -230,14 +234,14 @@ class Supply:
             return self._make_do(str(error))
         try:
             slot.populate(self._threads, self._stops)
+            self._pin_slot(slot)
+            failpoints.hit(_PREPARED)
         except OutOfSpace as error:
             slot.close(unlink=True)
             return self._make_do(str(error))
         except BaseException:
             slot.close(unlink=True)
             raise
-        self._pin_slot(slot)
-        failpoints.hit(_PREPARED)
         with self.state:
             self.slots[path] = slot
             self.state.notify_all()

@@ -78,6 +78,8 @@ class Coordinator:
         """Decisions about due steps that this rank's training has not come to yet: rank 0 may be ahead of it."""
         self._asked = -1
         """Newest step that was due here."""
+        self._lost_early = -1
+        """The newest step that the loop has come to, if its snapshot was discarded before it was due."""
         self._held: dict[int, int] = {}
         self._held_attempt: str | None = None
         self._live: LiveSnapshot | None = None
@@ -105,6 +107,7 @@ class Coordinator:
         with self.lock:
             floor = -1 if adopted is None else adopted[1]
             self._timeline, self._adopted = timeline, adopted
+            self._unsaved = None  # it was raised, and lies on a line that training has left
             self.committed, self.floor, self.useless = committed, floor, frozenset()
             self._early, self._asked = {}, -1
             line = self._post.line + 1
@@ -122,7 +125,7 @@ class Coordinator:
     def came_to(self, step: int) -> None:
         """The training loop has handed over `step`."""
         with self.lock:
-            self._post = replace(self._post, step=step)
+            self._post, self._lost_early = replace(self._post, step=step), -1
 
     def due(self, step: int, *, forced: bool) -> Future[int]:
         """The flush of `step` is due at all ranks. The Future holds the step that was committed, or the reason."""
@@ -140,6 +143,8 @@ class Coordinator:
             if future is None:
                 future = self._waiting[step] = _promised()
                 self._hold(step)
+            if step == self._lost_early:
+                self._miss(step)
             if forced:
                 self._forced.add(step)
             if self._leader is not None and (new or forced):
@@ -157,11 +162,17 @@ class Coordinator:
         return _resolved(decision.step) if error is None else _failed(error)
 
     def lacks(self, step: int) -> None:
-        """There is no snapshot of the due `step` on this rank, and never will be."""
+        """There is no snapshot of `step` on this rank, and never will be; it may be due, or become so at once."""
         with self.lock:
             if step in self._waiting:
-                self._post = replace(self._post, missing=(*self._post.missing, step))
+                self._miss(step)
+            else:  # sealing may fail within the call that makes the step due, right before it does
+                self._lost_early = step
         self._wake.set()
+
+    def _miss(self, step: int) -> None:
+        if step not in self._post.missing:
+            self._post = replace(self._post, missing=(*self._post.missing, step))
 
     def held(self) -> frozenset[int]:
         """Steps whose slots must not be reused. Call under `lock`, together with reading `floor`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import faulthandler
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from easyckpt.storage.local import LocalStorage
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_STEPS = 128
-#: A job that hangs is ended by SIGALRM.
+#: A job that hangs is ended by SIGALRM, and says where each of its threads stood.
 LIMIT_SECONDS = 60
 WIDTH = 96  # a parameter of 72 KiB is copied in the background
 
@@ -212,6 +213,7 @@ def _child(order: dict[str, Any]) -> None:
     try:
         with open(order["log"], "ab") as log:
             os.dup2(log.fileno(), 2)
+        faulthandler.register(signal.SIGALRM, chain=True)
         signal.alarm(order.get("limit", LIMIT_SECONDS))
         os.environ.update(order.get("environment", {}))
         if order.get("count"):
@@ -313,7 +315,8 @@ class Starts:
         order["environment"] = {"EASYCKPT_MEMORY_DIR": str(self.memory_dir)}
         status = Zygote.get().run(**order)
         text = log.read_text()
-        assert status in (0, -signal.SIGKILL), f"{status}: {text[-3000:]}"
+        told = notes.read_text()[-3000:] if notes.exists() else ""
+        assert status in (0, -signal.SIGKILL), f"{status}: {text[-3000:]}\n{told}"
         assert "Traceback" not in text, text[-3000:]
         return Notes(notes, order["tag"], status)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.checkpoints import raw
 
@@ -35,6 +38,16 @@ def until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.001)
+
+
+def stands_in(thread: threading.Thread, function: str) -> bool:
+    """Whether `thread` is within a call of a function of that name."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == function:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Gate:
@@ -169,3 +182,19 @@ def view_layout(view: Any) -> Any:
     from easyckpt.format.image import Layout
 
     return Layout.from_bytes(view.static)
+
+
+@pytest.fixture
+def rig_of(memory_dir: Path) -> Iterator[Callable[..., Rig]]:
+    """Makes a Rig of a state, with the Rig's options; all are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+        numbers = itertools.count()
+
+        def make(state: Any, **options: Any) -> Rig:
+            directory = memory_dir / f"rig-{next(numbers)}"
+            directory.mkdir()
+            rig = Rig(directory, state, **options)
+            stack.callback(rig.close)
+            return rig
+
+        yield make
