@@ -34,8 +34,9 @@ from easyckpt.saving.cuda_copying import make_copier
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
-from easyckpt.saving.saver import TAIL_SLACK_BYTES, SaverParts
+from easyckpt.saving.saver import SaverParts
 from easyckpt.saving.scalers import ScalerWatch
+from easyckpt.saving.slots import TAIL_SLACK_BYTES
 from easyckpt.saving.staging import Stager
 from easyckpt.state.capture import Capture, StateCapture
 from easyckpt.storage.lease import Lease
@@ -241,9 +242,9 @@ def join(
         opened.arena.release(slot)
         coordinator.sealed(step)
 
-    def discarded(step: int, slot: Slot) -> None:
+    def discarded(step: int, slot: Slot, reason: str) -> None:
         opened.arena.release(slot)
-        coordinator.lacks(step)
+        coordinator.lacks(step, f"its snapshot was discarded: {reason}")
 
     stager = Stager(
         make_copier(uses_cuda()),

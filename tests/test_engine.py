@@ -344,6 +344,39 @@ def test_without_memory_for_one_snapshot_due_saves_wait_and_are_durable(root, mo
         assert torch.equal(again.weights(), training.weights())
 
 
+@pytest.mark.parametrize("then", ["nothing", "a draw"])
+def test_without_memory_the_last_step_is_written_at_the_end(root, monkeypatch, then):
+    from easyckpt.memory.arena import Arena
+
+    monkeypatch.setattr(Arena, "count", property(lambda self: 0))
+    training, _ = start(root, save_storage_interval=5)
+    if then == "nothing":
+        with training.checkpointer:
+            training.to(7)
+        assert committed(root) == [5, 7]
+    else:
+        with pytest.raises(easyckpt.SaveFailed, match=r"step 7, .*no memory for a snapshot"), training.checkpointer:
+            training.to(7)
+            torch.rand(1)
+        assert committed(root) == [5]
+    again, restored = start(root)
+    with again.checkpointer:
+        assert restored.step == (7 if then == "nothing" else 5)
+        assert then != "nothing" or torch.equal(again.weights(), training.weights())
+
+
+def test_what_a_load_has_left_behind_is_not_owed(root, monkeypatch):
+    training, _ = start(root, save_storage_interval=5)
+    with training.checkpointer as checkpointer:
+        training.to(5)
+        checkpointer.wait(60)
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpointer._parts.arena, "acquire", lambda *arguments: None)
+            training.to(7, 5)
+        assert checkpointer.load(step=5).step == 5
+    assert committed(root) == [5]
+
+
 def test_metrics_stay_beside_the_checkpoints_and_are_cut_on_resume(root):
     training, _ = start(root)
     with training.checkpointer as checkpointer:

@@ -76,7 +76,7 @@ def overlapped(rig: Rig, step: int) -> bool:
     """Take the snapshot of `step` with its copy held, and let it go; whether there was one to hold."""
     with rig.holding() as gate:
         rig.save(step)
-        if rig.stager.window_step is None:
+        if rig.window_step is None:
             return False
         gate.reached()
     return True
@@ -524,7 +524,7 @@ def test_a_torch_optimizer_whose_hooks_do_not_fire(rigs: Callable[..., Rig]) -> 
     for again in range(number, number + 5):
         with rig.holding() as gate:
             rig.save(again)
-            if rig.stager.window_step is not None:
+            if rig.window_step is not None:
                 gate.reached()
             job.optimizer.step()
             gate.release()
@@ -542,7 +542,7 @@ def test_a_torch_optimizer_whose_hooks_never_fired_is_never_trusted(rigs: Callab
     rig = rigs(job.state)
     for number in range(1, 6):
         rig.save(number)
-        assert rig.stager.window_step is None
+        assert rig.window_step is None
         if number == 1:
             other.step()
         job.optimizer.step()
@@ -559,7 +559,7 @@ def test_one_of_two_optimizers_has_no_hooks(rigs: Callable[..., Rig]) -> None:
     for number in range(1, 7):
         with rig.holding() as gate:
             rig.save(number)
-            if rig.stager.window_step is not None:
+            if rig.window_step is not None:
                 gate.reached()
             quiet.optimizer.step()
             gate.release()
@@ -597,7 +597,7 @@ def test_an_optimizer_that_is_none_of_torchs(rigs: Callable[..., Rig]) -> None:
     rig = rigs(job.state)
     for number in range(1, 6):
         rig.save(number)
-        assert rig.stager.window_step is None
+        assert rig.window_step is None
         job.optimizer.step()
         other.step()
     rig.end()

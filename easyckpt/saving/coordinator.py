@@ -108,7 +108,8 @@ class Coordinator:
             self.committed, self.floor, self.useless = committed, floor, frozenset()
             self._early, self._asked = {}, -1
             line = self._post.line + 1
-            self._post = replace(self._post, line=line, step=max(committed, floor), missing=())
+            step = max(committed, floor)
+            self._post = replace(self._post, line=line, step=step, wanted=-1, lack="", missing=())
             if self._leader is not None:
                 self._leader.begin_line(line, committed, floor)
 
@@ -123,6 +124,11 @@ class Coordinator:
         """The training loop has handed over `step`."""
         with self.lock:
             self._post = replace(self._post, step=step)
+
+    def wanted(self, step: int) -> None:
+        """A snapshot of `step` is to be taken: `close` raises unless it, or one of a later step, is durable."""
+        with self.lock:
+            self._post = replace(self._post, step=step, wanted=step, lack="")
 
     def due(self, step: int, *, forced: bool) -> Future[int]:
         """The flush of `step` is due at all ranks. The Future holds the step that was committed, or the reason."""
@@ -140,6 +146,8 @@ class Coordinator:
             if future is None:
                 future = self._waiting[step] = _promised()
                 self._hold(step)
+                if step == self._post.wanted and self._post.lack:
+                    self._post = replace(self._post, missing=(*self._post.missing, step))
             if forced:
                 self._forced.add(step)
             if self._leader is not None and (new or forced):
@@ -156,12 +164,19 @@ class Coordinator:
         error = _error_of(decision)
         return _resolved(decision.step) if error is None else _failed(error)
 
-    def lacks(self, step: int) -> None:
-        """There is no snapshot of the due `step` on this rank, and never will be."""
+    def lacks(self, step: int, reason: str) -> None:
+        """There is no snapshot of `step` on this rank, and none will come unless training is over."""
         with self.lock:
             if step in self._waiting:
                 self._post = replace(self._post, missing=(*self._post.missing, step))
+            if step == self._post.wanted:
+                self._post = replace(self._post, lack=reason)
         self._wake.set()
+
+    @property
+    def error(self) -> EasyckptError | None:
+        """What has ended all saving."""
+        return self._error
 
     def held(self) -> frozenset[int]:
         """Steps whose slots must not be reused. Call under `lock`, together with reading `floor`."""
@@ -202,21 +217,27 @@ class Coordinator:
         return self._board.emergency and step >= self._board.preempt_at
 
     def close(self, timeout: float) -> None:
-        """Commit the newest snapshot with all ranks. Raises what went wrong, PeerTimeout when ranks do not come."""
+        """Commit the newest snapshot with all ranks.
+
+        Raises what went wrong, PeerTimeout when ranks do not come, SaveFailed when the newest step that was wanted is
+        not durable: the same on all ranks.
+        """
         with self.lock:
             self._post = replace(self._post, closing=True)
         self._wake.set()
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise PeerTimeout(
-                f"rank {self._ranks.rank}: closing did not end within {timeout:g} s (close_timeout); the newest commit "
-                f"known here is step {self.committed}"
+                f"rank {self._ranks.rank}: closing did not end within {self._config.close_timeout:g} s "
+                f"(close_timeout); the newest commit known here is step {self.committed}"
             )
         self.raise_failure(None)
         if self._unsaved is not None:
             raise self._unsaved
         if self._board.close_error:
             raise PeerTimeout(self._board.close_error)
+        if self._board.not_durable:
+            raise SaveFailed(self._board.not_durable)
 
     def abort(self, timeout: float) -> bool:
         """Start nothing new; wait for what runs. False when it did not end in time."""

@@ -78,12 +78,7 @@ class Leader:
         self._failed_floor = -1
         self._closing_since: float | None = None
         self._closed = False
-        self._close_error = ""
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is under way that other ranks wait for."""
-        return bool(self._active or self._dues or self._decisions or self._closing_since or self._emergency_deadline)
+        self._close_error = self._not_durable = ""
 
     def begin_line(self, line: int, committed: int, floor: int) -> None:
         """Line number `line` begins: what counts as committed and as floor on it (-1: nothing)."""
@@ -275,12 +270,32 @@ class Leader:
         self._closing_since = self._closing_since if self._closing_since is not None else now
         leaving = sum(post.closing or post.aborted for post in known)
         if leaving == self._world_size and self._active is None and not self._dues:
-            self._closed = self._floor_is_settled() or any(post.aborted for post in known)
+            aborted = any(post.aborted for post in known)
+            self._closed = self._floor_is_settled() or aborted
+            if self._closed and not aborted:
+                self._not_durable = self._missing_at_the_end(known)
         elif now - self._closing_since > self._policy.close_timeout:
             late = [rank for rank, post in enumerate(posts) if post is None or not (post.closing or post.aborted)]
             ranks = ", ".join(map(str, late))
             self._close_error = f"rank {ranks} did not close within {self._policy.close_timeout:g} s"
             self._closed = True
+
+    def _missing_at_the_end(self, posts: Sequence[Post]) -> str:
+        """What of that which training has handed over will be lost, and why; empty if nothing is."""
+        wanted = max(post.wanted for post in posts)
+        if wanted <= self.committed:
+            return ""
+        lacking = [
+            f"rank {rank}: {post.lack or 'it holds no whole snapshot of it'}"
+            for rank, post in enumerate(posts)
+            if wanted not in post.sealed
+        ]
+        why = "; ".join(lacking) or "its flush has failed"
+        newest = f"the newest committed step is {self.committed}" if self.committed >= 0 else "nothing is committed"
+        return (
+            f"step {wanted}, the last that was handed over, is not durable ({why}); {newest}. "
+            "A job whose last step has to be kept ends with save(step, wait=True), which never skips"
+        )
 
     def _board(self) -> Board:
         return Board(
@@ -294,12 +309,13 @@ class Leader:
             preempt_at=self._preempt_at,
             closed=self._closed,
             close_error=self._close_error,
+            not_durable=self._not_durable,
         )
 
 
 def _passed_without(post: Post, step: int) -> bool:
-    """Whether a rank will never hold `step`. One step on, it may still be sealing it."""
-    return step not in post.sealed and post.step >= step + 2
+    """Whether a rank will never hold `step`. One step on, it may still be sealing it; at its end it has sealed all."""
+    return step not in post.sealed and (post.closing or post.step >= step + 2)
 
 
 def _unanswered(report: object, flush: Flush) -> bool:
