@@ -255,6 +255,33 @@ def test_back_pressure_skip_never_waits_and_counts(root, tmp_path):
     assert committed(root) == [5, 20]
 
 
+def test_a_skip_of_the_due_flush_is_not_the_end_of_a_save_of_the_same_step(root, tmp_path):
+    hold = tmp_path / "hold"
+    failpoints.arm(f"writer.shard.begin=hold:{hold}")
+    training, _ = start(root, save_storage_interval=5)
+    decided, heard = threading.Event(), threading.Event()
+    with training.checkpointer as checkpointer:
+        mailbox = checkpointer._parts.mailbox
+        read = mailbox.board
+
+        def board() -> object:
+            value = read()
+            if value and any(decision["due"] == 10 for decision in value["decisions"]):
+                decided.set()
+                heard.wait(60)
+            return value
+
+        mailbox.board = board
+        training.to(10)  # the flush of step 5 is still running
+        assert decided.wait(60)
+        future = checkpointer.save(10)  # before this rank has heard of the decision
+        heard.set()
+        hold.with_suffix(".go").touch()
+        assert future.result(60) == 10
+        assert checkpointer.stats().counts["FlushSkipped"] == 1
+    assert committed(root) == [5, 10]
+
+
 @pytest.mark.parametrize("place", ["writer.shard.chunk", "writer.index.written", "commit.rename.before"])
 def test_a_failed_background_save_raises_at_a_later_call_and_again_nothing_is_lost(root, place):
     training, _ = start(root)

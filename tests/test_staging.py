@@ -211,6 +211,22 @@ def test_a_torn_snapshot_is_counted_and_logged(tmp_path: Path, caplog: pytest.Lo
     assert "changed outside of an optimizer step" in caplog.text
 
 
+def test_a_save_of_the_step_whose_window_is_open_ends_it_without_a_loss(tmp_path: Path) -> None:
+    """No optimizer step belongs between save_if_needed(n) and save(n): that is no sign of one that cannot be seen."""
+    job = Job()
+    with easyckpt.Checkpointer(tmp_path / "root", job.state, signals=()) as ckpt:
+        ckpt.load()
+        overlapped = []
+        for step in range(1, 10):
+            job.step()
+            ckpt.save_if_needed(step)
+            overlapped.append(ckpt._parts.stager._window is not None)
+            if step >= 5:
+                assert ckpt.save(step).result(60) == step
+        assert overlapped[4:] == [True] * 5
+        assert "SnapshotDiscarded" not in ckpt.stats().counts
+
+
 @pytest.mark.parametrize("mode", ["step", "micro"])
 def test_what_a_job_with_a_scaler_saved_is_what_it_had(tmp_path: Path, mode: str) -> None:
     """Every step's state is restored from what was committed, bit by bit."""
