@@ -30,6 +30,7 @@ from easyckpt.memory.slot import Slot
 from easyckpt.saving.accumulation import AccumulationWatch
 from easyckpt.saving.commit import CommitContext
 from easyckpt.saving.coordinator import Coordinator
+from easyckpt.saving.coordinator_thread import CoordinatorParts
 from easyckpt.saving.cuda_copying import make_copier
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.messages import Flush
@@ -226,17 +227,17 @@ def join(
         emit=events.emit,
         metrics_of=metrics.of_step,
     )
-    coordinator = Coordinator(
-        ranks,
-        mailbox,
-        opened.arena,
-        flusher,
-        config,
-        incarnation=opened.incarnation,
+    parts = CoordinatorParts(
+        ranks=ranks,
+        mailbox=mailbox,
+        arena=opened.arena,
+        flusher=flusher,
+        config=config,
         emit=events.emit,
         committed_by=committed_by(opened.storage, naming),
         dead_peers=lambda: dead_peers(opened, ranks),
     )
+    coordinator = Coordinator(parts, incarnation=opened.incarnation)
 
     def sealed(step: int, slot: Slot) -> None:
         opened.arena.release(slot)

@@ -66,7 +66,7 @@ class Saver:
         self._warned_of_accumulation = False
         self._first = True
         self._staged = -1
-        self._slots = Slots(parts.arena, parts.coordinator, parts.config)
+        self._slots = Slots(parts.arena, parts.coordinator.ledger, parts.config)
         self._catch_up = CatchUp(parts.capture, parts.stager)
 
     @property
@@ -133,7 +133,7 @@ class Saver:
         """Until every flush that was due so far has ended. Raises TimeoutError, or what went wrong."""
         self._parts.stager.end_window("wait")
         deadline = None if timeout is None else time.monotonic() + timeout
-        for future in self._parts.coordinator.pending():
+        for future in self._parts.coordinator.ledger.pending():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             future.exception(left)
         self._parts.coordinator.raise_failure(None)
@@ -256,7 +256,7 @@ class Saver:
         self._staged = step
 
     def _wait_for_flushes(self) -> None:
-        for future in self._parts.coordinator.pending():
+        for future in self._parts.coordinator.ledger.pending():
             future.exception()  # in bounded time: the coordinator sees to that
 
     def _holds(self, step: int) -> bool:

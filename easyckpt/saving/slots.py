@@ -1,4 +1,4 @@
-"""Which slot the next snapshot goes into: the arena's choice, by what the coordinator knows about all ranks."""
+"""Which slot the next snapshot goes into: the arena's choice, by what the ledger knows of all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from easyckpt.config import CheckpointConfig
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import Slot
-from easyckpt.saving.coordinator import Coordinator
+from easyckpt.saving.ledger import Ledger
 from easyckpt.state.capture import Capture
 
 #: Room in a slot's tail beside what the layout needs now: objects grow by a few digits from step to step.
@@ -17,8 +17,8 @@ TAIL_SLACK_BYTES = 64 << 10
 class Slots:
     """Belongs to the training thread."""
 
-    def __init__(self, arena: Arena, coordinator: Coordinator, config: CheckpointConfig) -> None:
-        self._arena, self._coordinator, self._config = arena, coordinator, config
+    def __init__(self, arena: Arena, ledger: Ledger, config: CheckpointConfig) -> None:
+        self._arena, self._ledger, self._config = arena, ledger, config
         self._first = True
 
     def acquire(self, step: int, capture: Capture, timeline: str, *, deadline: float | None = None) -> Slot | None:
@@ -29,13 +29,13 @@ class Slots:
         """
         self._reserve(capture)
         nbytes = capture.layout.image_bytes
-        with self._coordinator.changed:
+        with self._ledger.changed:
             slot = self._take(step, nbytes, timeline)
             while slot is None and deadline is not None and self._arena.count > 0 and time.monotonic() < deadline:
-                if self._coordinator.error is not None:
-                    raise self._coordinator.error
+                if self._ledger.fatal is not None:
+                    raise self._ledger.fatal
                 # The arena may also have grown meanwhile, which rings no bell here.
-                self._coordinator.changed.wait(0.05)
+                self._ledger.changed.wait(0.05)
                 slot = self._take(step, nbytes, timeline)
         return slot
 
@@ -56,11 +56,11 @@ class Slots:
             self._first = False
 
     def _take(self, step: int, nbytes: int, timeline: str) -> Slot | None:
-        floor = self._coordinator.floor
+        floor = self._ledger.floor
         keep_from = floor + (self._arena.count == 1)  # a single slot can only be written over: the arena has warned
-        slot = self._arena.acquire(step, nbytes, keep_from if floor >= 0 else None, self._coordinator.held())
+        slot = self._arena.acquire(step, nbytes, keep_from if floor >= 0 else None, self._ledger.held())
         if slot is None and self._drop_useless(timeline):
-            slot = self._arena.acquire(step, nbytes, keep_from if floor >= 0 else None, self._coordinator.held())
+            slot = self._arena.acquire(step, nbytes, keep_from if floor >= 0 else None, self._ledger.held())
         return slot
 
     def _drop_useless(self, timeline: str) -> bool:
@@ -68,5 +68,5 @@ class Slots:
 
         Ranks that keep such snapshots, each of other steps, would hold no step in common any more, and skip for ever.
         """
-        useless = self._coordinator.useless - self._coordinator.held()
+        useless = self._ledger.useless - self._ledger.held()
         return bool(useless and self._arena.drop(lambda meta: meta.step in useless and meta.timeline == timeline))
