@@ -610,6 +610,48 @@ def test_what_waits_for_a_future_does_not_hold_the_training_up(root):
     assert committed(root) == [1, 2]
 
 
+def test_a_callback_that_takes_long_holds_up_no_other_save(root):
+    training, _ = start(root)
+    release, ended_by_release, on = threading.Event(), [], []
+
+    def upload(future) -> None:
+        on.append(threading.current_thread().name)
+        ended_by_release.append(release.wait(20))
+
+    with training.checkpointer as checkpointer:
+        training.step()
+        hold = root.with_name("hold")
+        failpoints.arm(f"commit.reported=hold:{hold}")
+        first = checkpointer.save(1)
+        first.add_done_callback(upload)
+        hold.with_suffix(".go").touch()
+        training.step()
+        checkpointer.save(2, wait=True)  # returns although the callback has not
+        assert committed(root) == [1, 2]
+        first.add_done_callback(lambda _: on.append(threading.current_thread().name))
+        release.set()
+    assert ended_by_release == [True]  # and the end has waited for it
+    assert sorted(on) == ["MainThread", "easyckpt-callbacks"]
+
+
+def test_a_callback_that_fails_is_logged_and_harms_nothing(root, caplog):
+    training, _ = start(root)
+
+    def upload(future) -> None:
+        raise ZeroDivisionError("the upload has failed")
+
+    hold = root.with_name("hold")
+    failpoints.arm(f"commit.reported=hold:{hold}")
+    with training.checkpointer as checkpointer:
+        training.step()
+        checkpointer.save(1).add_done_callback(upload)
+        hold.with_suffix(".go").touch()
+        training.step()
+        checkpointer.save(2, wait=True)
+    assert committed(root) == [1, 2]
+    assert "the upload has failed" in caplog.text
+
+
 def test_metrics_called_step_and_time_do_not_decide_where_a_resume_cuts(root):
     training, _ = start(root)
     with training.checkpointer as checkpointer:
