@@ -8,6 +8,7 @@ segment. All of it takes turns within one process.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import mmap
 import os
 import shutil
@@ -197,7 +198,8 @@ class Watching(easyckpt.Checkpointer):
                 self.flush_seconds.append(event.seconds)
             emit(event)
 
-        self._parts.coordinator._emit = watch
+        thread = self._parts.coordinator._thread
+        thread._parts = dataclasses.replace(thread._parts, emit=watch)
 
 
 def memory_round(root: str, model: nn.ParameterList, directory: str, number: int) -> dict[str, float]:

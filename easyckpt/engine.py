@@ -256,17 +256,16 @@ class Checkpointer:
         if self._inert() or self._closed:
             return
         self._closed = True
-        failures: list[EasyckptError] = []
-        for action in (self._end_window, self._close_coordinator):
-            try:
-                action()
-            except EasyckptError as error:
-                failures.append(error)
+        failure: EasyckptError | None = None
+        try:
+            self._saver.close(self._config.close_timeout)
+        except EasyckptError as error:
+            failure = error
         if self._broken is not None:
-            failures.clear()  # nothing was saved since, and that was raised before
-        self._let_go(remove_arena=not failures and self._saver.all_committed(), linger=FAREWELL_SECONDS)
-        if failures:
-            raise failures[0]
+            failure = None  # nothing was saved since, and that was raised before
+        self._let_go(remove_arena=failure is None and self._saver.all_committed(), linger=FAREWELL_SECONDS)
+        if failure is not None:
+            raise failure
 
     def abandon(self) -> None:
         """End after an exception: start nothing new, drain for a bounded time, keep what is in memory."""
@@ -291,12 +290,6 @@ class Checkpointer:
             self.close()
         else:
             self.abandon()
-
-    def _end_window(self) -> None:
-        self._parts.stager.end_window("close")
-
-    def _close_coordinator(self) -> None:
-        self._parts.coordinator.close(self._config.close_timeout)
 
     def _let_go(self, *, remove_arena: bool, linger: float) -> None:
         ending.forget(self)

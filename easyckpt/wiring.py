@@ -28,13 +28,15 @@ from easyckpt.memory.slot import Slot
 from easyckpt.saving.accumulation import AccumulationWatch
 from easyckpt.saving.commit import CommitContext
 from easyckpt.saving.coordinator import Coordinator
+from easyckpt.saving.coordinator_thread import CoordinatorParts
 from easyckpt.saving.cuda_copying import make_copier
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.line import new_root
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
-from easyckpt.saving.saver import TAIL_SLACK_BYTES, SaverParts
+from easyckpt.saving.saver import SaverParts
 from easyckpt.saving.scalers import ScalerWatch
+from easyckpt.saving.slots import TAIL_SLACK_BYTES
 from easyckpt.saving.staging import Stager
 from easyckpt.state.capture import Capture, StateCapture
 from easyckpt.storage.lease import Lease
@@ -223,25 +225,25 @@ def join(
         emit=events.emit,
         metrics_of=metrics.of_step,
     )
-    coordinator = Coordinator(
-        ranks,
-        mailbox,
-        opened.arena,
-        flusher,
-        config,
-        incarnation=opened.incarnation,
+    parts = CoordinatorParts(
+        ranks=ranks,
+        mailbox=mailbox,
+        arena=opened.arena,
+        flusher=flusher,
+        config=config,
         emit=events.emit,
         committed_by=committed_by(opened.storage, naming),
         dead_peers=lambda: dead_peers(opened, ranks),
     )
+    coordinator = Coordinator(parts, incarnation=opened.incarnation)
 
     def sealed(step: int, slot: Slot) -> None:
         opened.arena.release(slot)
         coordinator.sealed(step)
 
-    def discarded(step: int, slot: Slot) -> None:
+    def discarded(step: int, slot: Slot, reason: str) -> None:
         opened.arena.release(slot)
-        coordinator.lacks(step)
+        coordinator.lacks(step, f"its snapshot was discarded: {reason}")
 
     stager = Stager(
         make_copier(uses_cuda()),

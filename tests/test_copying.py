@@ -78,7 +78,7 @@ def test_late_leaves_of_odd_form_are_copied_exactly(
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         rig.save(step)
-        assert (rig.stager.window_step is not None) == (step > 1)
+        assert (rig.window_step is not None) == (step > 1)
     optimizer.step()
     rig.end()
     assert rig.sealed == list(range(1, 7))
@@ -135,7 +135,7 @@ before = threads()
 for step in range(2, 5):
     optimizer.step()
     rig.save(step)
-    assert rig.stager.window_step == step
+    assert rig.window_step == step
     rig.stager._window.job.wait()
 print(threads() - before, len(rig.sealed))
 rig.end()

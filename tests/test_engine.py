@@ -278,6 +278,33 @@ def test_back_pressure_skip_never_waits_and_counts(root, tmp_path):
     assert committed(root) == [5, 20]
 
 
+def test_a_skip_of_the_due_flush_is_not_the_end_of_a_save_of_the_same_step(root, tmp_path):
+    hold = tmp_path / "hold"
+    failpoints.arm(f"writer.shard.begin=hold:{hold}")
+    training, _ = start(root, save_storage_interval=5)
+    decided, heard = threading.Event(), threading.Event()
+    with training.checkpointer as checkpointer:
+        mailbox = checkpointer._parts.mailbox
+        read = mailbox.board
+
+        def board() -> object:
+            value = read()
+            if value and any(decision["due"] == 10 for decision in value["decisions"]):
+                decided.set()
+                heard.wait(60)
+            return value
+
+        mailbox.board = board
+        training.to(10)  # the flush of step 5 is still running
+        assert decided.wait(60)
+        future = checkpointer.save(10)  # before this rank has heard of the decision
+        heard.set()
+        hold.with_suffix(".go").touch()
+        assert future.result(60) == 10
+        assert checkpointer.stats().counts["FlushSkipped"] == 1
+    assert committed(root) == [5, 10]
+
+
 @pytest.mark.parametrize("place", ["writer.shard.chunk", "writer.index.written", "commit.rename.before"])
 def test_a_failed_background_save_raises_at_a_later_call_and_again_nothing_is_lost(root, place):
     training, _ = start(root)
@@ -397,6 +424,39 @@ def test_without_memory_for_one_snapshot_due_saves_wait_and_are_durable(root, mo
     with again.checkpointer:
         assert (restored.step, restored.tier) == (6, "storage")
         assert torch.equal(again.weights(), training.weights())
+
+
+@pytest.mark.parametrize("then", ["nothing", "a draw"])
+def test_without_memory_the_last_step_is_written_at_the_end(root, monkeypatch, then):
+    from easyckpt.memory.arena import Arena
+
+    monkeypatch.setattr(Arena, "count", property(lambda self: 0))
+    training, _ = start(root, save_storage_interval=5)
+    if then == "nothing":
+        with training.checkpointer:
+            training.to(7)
+        assert committed(root) == [5, 7]
+    else:
+        with pytest.raises(easyckpt.SaveFailed, match=r"step 7, .*no memory for a snapshot"), training.checkpointer:
+            training.to(7)
+            torch.rand(1)
+        assert committed(root) == [5]
+    again, restored = start(root)
+    with again.checkpointer:
+        assert restored.step == (7 if then == "nothing" else 5)
+        assert then != "nothing" or torch.equal(again.weights(), training.weights())
+
+
+def test_what_a_load_has_left_behind_is_not_owed(root, monkeypatch):
+    training, _ = start(root, save_storage_interval=5)
+    with training.checkpointer as checkpointer:
+        training.to(5)
+        checkpointer.wait(60)
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpointer._parts.arena, "acquire", lambda *arguments: None)
+            training.to(7, 5)
+        assert checkpointer.load(step=5).step == 5
+    assert committed(root) == [5]
 
 
 def test_metrics_stay_beside_the_checkpoints_and_are_cut_on_resume(root):
@@ -662,6 +722,48 @@ def test_what_waits_for_a_future_does_not_hold_the_training_up(root):
         assert seen == []
         release.set()
     assert committed(root) == [1, 2]
+
+
+def test_a_callback_that_takes_long_holds_up_no_other_save(root):
+    training, _ = start(root)
+    release, ended_by_release, on = threading.Event(), [], []
+
+    def upload(future) -> None:
+        on.append(threading.current_thread().name)
+        ended_by_release.append(release.wait(20))
+
+    with training.checkpointer as checkpointer:
+        training.step()
+        hold = root.with_name("hold")
+        failpoints.arm(f"commit.reported=hold:{hold}")
+        first = checkpointer.save(1)
+        first.add_done_callback(upload)
+        hold.with_suffix(".go").touch()
+        training.step()
+        checkpointer.save(2, wait=True)  # returns although the callback has not
+        assert committed(root) == [1, 2]
+        first.add_done_callback(lambda _: on.append(threading.current_thread().name))
+        release.set()
+    assert ended_by_release == [True]  # and the end has waited for it
+    assert sorted(on) == ["MainThread", "easyckpt-callbacks"]
+
+
+def test_a_callback_that_fails_is_logged_and_harms_nothing(root, caplog):
+    training, _ = start(root)
+
+    def upload(future) -> None:
+        raise ZeroDivisionError("the upload has failed")
+
+    hold = root.with_name("hold")
+    failpoints.arm(f"commit.reported=hold:{hold}")
+    with training.checkpointer as checkpointer:
+        training.step()
+        checkpointer.save(1).add_done_callback(upload)
+        hold.with_suffix(".go").touch()
+        training.step()
+        checkpointer.save(2, wait=True)
+    assert committed(root) == [1, 2]
+    assert "the upload has failed" in caplog.text
 
 
 def test_metrics_called_step_and_time_do_not_decide_where_a_resume_cuts(root):

@@ -293,6 +293,47 @@ def test_the_end_commits_the_newest_snapshot_and_closes_once():
     assert group.board.close_error == ""
 
 
+@pytest.mark.parametrize("committed", [-1, 6])
+def test_an_end_without_the_newest_step_names_it_who_lacks_it_and_why(committed):
+    group = Group(2)
+    group.leader.begin_line(1, committed=committed, floor=6)
+    group.tell(0, line=1, sealed=(6, 7), wanted=7, closing=True)
+    group.tell(1, line=1, sealed=(6,), wanted=7, lack="no slot is free", closing=True)
+    group.turn()
+    if committed < 6:
+        assert group.board.flush.step == 6  # what all hold is committed nevertheless
+        group.report_all()
+        group.report_all()
+        group.finish()
+    assert group.turn().closed
+    assert "step 7," in group.board.not_durable
+    assert "rank 1: no slot is free" in group.board.not_durable
+    assert "rank 0" not in group.board.not_durable
+    assert "newest committed step is 6" in group.board.not_durable
+
+
+@pytest.mark.parametrize("wanted", [-1, 5, 7])
+def test_an_end_with_all_that_was_wanted_is_good(wanted):
+    group = Group(1)
+    group.seal(7)
+    group.tell(0, wanted=wanted, closing=True)
+    group.turn()
+    group.report_all()
+    group.finish()
+    assert group.turn().closed
+    assert group.board.not_durable == ""
+
+
+def test_snapshots_that_a_closing_rank_lacks_are_useless_at_once():
+    """A rank that takes its last snapshot at the end would else wait for their slots for ever."""
+    group = Group(2)
+    group.tell(0, sealed=(5, 6), step=7)
+    group.tell(1, sealed=(5, 7), step=7)
+    assert group.turn().useless == ()
+    group.tell(1, closing=True)
+    assert group.turn().useless == (6,)
+
+
 def test_a_rank_that_never_closes_is_named():
     group = Group(2)
     group.seal(7)

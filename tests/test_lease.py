@@ -17,6 +17,7 @@ from easyckpt.format import layout
 from easyckpt.format.manifest import LeaseRecord
 from easyckpt.memory.owner import OwnerLock
 from easyckpt.storage import lease as lease_module
+from easyckpt.storage import lease_chain
 from easyckpt.storage.lease import Lease
 from easyckpt.storage.local import LocalStorage
 
@@ -191,7 +192,7 @@ def test_unreadable_lease_is_waited_for_like_any_other(storage, data):
 
 
 def here(storage, lock, **changes):
-    return foreign(storage, host=socket.gethostname(), boot=lease_module._place(lock), lock=lock, **changes)
+    return foreign(storage, host=socket.gethostname(), boot=lease_chain.place_of(lock), lock=lock, **changes)
 
 
 @pytest.fixture
@@ -482,7 +483,8 @@ lease = Lease(storage, root_lock_path=sys.argv[2], incarnation="i", run="0123456
               is_free=OwnerLock.is_free)
 lease.acquire()
 print("owner", flush=True)
-sys.stdin.read()
+sys.stdin.read(1)
+lease.renew()
 """
 
 
@@ -529,3 +531,33 @@ def test_killed_while_acquiring(storage, tmp_path, place):
     lease.check()
     lease.release()
     assert not storage.exists(layout.LEASE)
+
+
+@pytest.mark.parametrize("place", ["storage.replace.written@2", "storage.link.before"])
+def test_what_a_kill_within_a_renewal_or_a_takeover_leaves_is_removed_by_the_next_owner(storage, tmp_path, place):
+    if "link" in place:
+        foreign(storage, host=socket.gethostname())
+        gone = tmp_path / "gone.lock"
+        gone.touch(mode=0o600)
+        here(storage, str(gone))
+    lock = str(tmp_path / "lock")
+    with start_owner(storage, lock, EASYCKPT_FAILPOINTS=f"{place}=kill") as owner:
+        if "replace" in place:
+            assert owner.stdout.readline() == "owner\n"
+            owner.stdin.write("x")
+            owner.stdin.flush()
+        assert owner.wait() == -9
+    assert len(storage.listdir("")) == 2  # the lease, and half of another
+    lease = make(storage, is_free=OwnerLock.is_free)
+    lease.acquire()
+    assert storage.listdir("") == [layout.LEASE]
+
+
+def test_what_belongs_to_a_successor_of_this_owner_is_left(storage):
+    lease = make(storage)
+    lease.acquire()
+    names = [lease_chain.successor_file(lease._record.token), layout.temp_file("latest", "a"), "lease.json.tmp"]
+    for name in names:
+        storage.replace(name, b"x")
+    lease_chain.remove_leftovers(storage, lease._record.token)
+    assert sorted(storage.listdir("")) == sorted([layout.LEASE, *names])

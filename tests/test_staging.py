@@ -47,14 +47,14 @@ def test_overlap_begins_once_a_step_was_seen_between_two_saves(rig_of: Callable[
     rig = rig_of(job.state)
     job.step()
     rig.save(1)
-    assert (rig.stager.window_step, rig.sealed) == (None, [1])
+    assert (rig.window_step, rig.sealed) == (None, [1])
     rig.save(2)
-    assert (rig.stager.window_step, rig.sealed) == (None, [1, 2])
+    assert (rig.window_step, rig.sealed) == (None, [1, 2])
     job.step()
     rig.save(3)
-    assert rig.stager.window_step == 3
+    assert rig.window_step == 3
     job.step()
-    assert (rig.stager.window_step, rig.sealed) == (None, [1, 2, 3])
+    assert (rig.window_step, rig.sealed) == (None, [1, 2, 3])
 
 
 def test_overlap_can_be_had_off(rig_of: Callable[..., Rig]) -> None:
@@ -120,7 +120,7 @@ def test_the_hook_of_a_forked_child_does_nothing(rig_of: Callable[..., Rig]) -> 
 
         with Forked(lambda child: (job.optimizer.step(), child.say("stepped"))[1]) as child:
             assert child.line() == "stepped"  # else it waits for a thread that is not there
-        assert rig.stager.window_step == number
+        assert rig.window_step == number
     job.step()
     rig.end()
     assert rig.sealed[-1] == number
@@ -199,12 +199,30 @@ def test_a_torn_snapshot_is_counted_and_logged(tmp_path: Path, caplog: pytest.Lo
         job.model.weight.data.add_(1)
         hold.with_suffix(".go").touch()
         job.step()
+        failpoints.arm("")
+        ckpt.save_if_needed(6)  # the loss of the last one would be an error
         stats = ckpt.stats()
     assert stats.counts["SnapshotDiscarded"] == 1
     assert stats.bytes["SnapshotDiscarded"] == stats.bytes["SnapshotBegun"] / stats.counts["SnapshotBegun"]
     assert stats.seconds["SnapshotDiscarded"] > 0
     assert [reason for reason in stats.reasons if "model.weight" in reason and "outside of an optimizer step" in reason]
     assert "changed outside of an optimizer step" in caplog.text
+
+
+def test_a_save_of_the_step_whose_window_is_open_ends_it_without_a_loss(tmp_path: Path) -> None:
+    """No optimizer step belongs between save_if_needed(n) and save(n): that is no sign of one that cannot be seen."""
+    job = Job()
+    with easyckpt.Checkpointer(tmp_path / "root", job.state, signals=()) as ckpt:
+        ckpt.load()
+        overlapped = []
+        for step in range(1, 10):
+            job.step()
+            ckpt.save_if_needed(step)
+            overlapped.append(ckpt._parts.stager._window is not None)
+            if step >= 5:
+                assert ckpt.save(step).result(60) == step
+        assert overlapped[4:] == [True] * 5
+        assert "SnapshotDiscarded" not in ckpt.stats().counts
 
 
 @pytest.mark.parametrize("mode", ["step", "micro"])
@@ -258,7 +276,7 @@ def test_many_small_tensors_print_what_they_cost(
         captured = time.perf_counter()
         del capture
         rig.save(step)
-        costs.append((captured - begun, rig.log._queue[-2 if rig.stager.window_step is None else -1].seconds))
+        costs.append((captured - begun, rig.log._queue[-2 if rig.window_step is None else -1].seconds))
     rig.end()
     assert rig.sealed == list(range(1, 6))
     capture_ms, stage_ms = (statistics.median(column) * 1e3 for column in zip(*costs[2:], strict=True))

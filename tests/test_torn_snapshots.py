@@ -59,7 +59,7 @@ def overlapped(rig: Rig, step: int) -> bool:
     """Take the snapshot of `step` with its copy held, and let it go; whether there was one to hold."""
     with rig.holding() as gate:
         rig.save(step)
-        if rig.stager.window_step is None:
+        if rig.window_step is None:
             return False
         gate.reached()
     return True
@@ -498,7 +498,7 @@ def test_a_torch_optimizer_whose_hooks_do_not_fire(rig_of: Callable[..., Rig]) -
     for again in range(number, number + 5):
         with rig.holding() as gate:
             rig.save(again)
-            if rig.stager.window_step is not None:
+            if rig.window_step is not None:
                 gate.reached()
             job.optimizer.step()
             gate.release()
@@ -516,7 +516,7 @@ def test_a_torch_optimizer_whose_hooks_never_fired_is_never_trusted(rig_of: Call
     rig = rig_of(job.state)
     for number in range(1, 6):
         rig.save(number)
-        assert rig.stager.window_step is None
+        assert rig.window_step is None
         if number == 1:
             other.step()
         job.optimizer.step()
@@ -533,7 +533,7 @@ def test_one_of_two_optimizers_has_no_hooks(rig_of: Callable[..., Rig]) -> None:
     for number in range(1, 7):
         with rig.holding() as gate:
             rig.save(number)
-            if rig.stager.window_step is not None:
+            if rig.window_step is not None:
                 gate.reached()
             quiet.optimizer.step()
             gate.release()
@@ -571,7 +571,7 @@ def test_an_optimizer_that_is_none_of_torchs(rig_of: Callable[..., Rig]) -> None
     rig = rig_of(job.state)
     for number in range(1, 6):
         rig.save(number)
-        assert rig.stager.window_step is None
+        assert rig.window_step is None
         job.optimizer.step()
         other.step()
     rig.end()

@@ -8,17 +8,16 @@ Every due flush gets exactly one decision, and every rank gets the same one. A f
 
 from __future__ import annotations
 
-import math
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal
 
+from easyckpt.saving.attempt import Attempt, Work
 from easyckpt.saving.messages import Board, Decision, Flush, Post
+from easyckpt.saving.pace import Pace
 
-#: Failures are raised at a step that every rank still has ahead of it: this many steps and seconds from now.
-RAISE_MARGIN_STEPS = 2
-RAISE_MARGIN_SECONDS = 0.3
+__all__ = ["Due", "Leader", "LeaderPolicy", "Work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +27,6 @@ class Due:
     step: int
     forced: bool
     """Asked for by name: waits for its turn and is never skipped."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """I/O that the leader wants done in the background; the answer comes back through `finished`."""
-
-    kind: Literal["commit", "clean up"]
-    flush: Flush
-    files: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +54,11 @@ class Leader:
         self._incarnation = incarnation
         self._attempts = 0
         self._dues: deque[Due] = deque()
-        self._active: Flush | None = None
-        self._phase: Literal["waiting", "working"] = "waiting"
-        self._deadline = math.inf
+        self._active: Attempt | None = None
         self._due_since: float | None = None
         self._decisions: list[Decision] = []
         self._numbers = 0
-        self._pace = _Pace()
+        self._pace = Pace()
         self._emergency_deadline: float | None = None
         self._emergency_over = False
         self._emergency_floor = -1
@@ -78,12 +66,7 @@ class Leader:
         self._failed_floor = -1
         self._closing_since: float | None = None
         self._closed = False
-        self._close_error = ""
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is under way that other ranks wait for."""
-        return bool(self._active or self._dues or self._decisions or self._closing_since or self._emergency_deadline)
+        self._close_error = self._not_durable = ""
 
     def begin_line(self, line: int, committed: int, floor: int) -> None:
         """Line number `line` begins: what counts as committed and as floor on it (-1: nothing)."""
@@ -94,7 +77,7 @@ class Leader:
         """All ranks have come to a due step (rank 0 speaks for all: they run the same loop)."""
         if due.forced:  # of a step that is due anyway: then that one must not be skipped
             self._dues = deque(due if other.step == due.step else other for other in self._dues)
-        running = self._active is not None and self._active.due == due.step
+        running = self._active is not None and self._active.flush.due == due.step
         if due.step > self.committed and not running and all(due.step != other.step for other in self._dues):
             self._dues.append(due)
 
@@ -112,21 +95,23 @@ class Leader:
             self._emergency_deadline = now + self._policy.signal_deadline
             self._emergency_floor = self.floor  # training goes on meanwhile, and its steps would never end
             self._preempt_at = self._pace.step_ahead()
-        work = self._advance_flush(posts, now)
+        work = None
         if self._active is None:
             self._next_flush(posts, known, everyone, now)
         else:
+            work = self._active.advance(posts, now)
+            self.share = self._active.flush.share
             self._skip_while_busy()
         self._end_emergency(now)
         self._end_job(posts, now)
-        return self._board(), work
+        return self._board(), [work] if work is not None else []
 
     def finished(self, work: Work, *, reason: str | None, unknown: bool, nbytes: int, seconds: float) -> None:
         """The background work is done; `reason` says why it failed (None: it succeeded)."""
         flush = work.flush
         assert self._active is not None
-        assert self._active.attempt == flush.attempt
-        self._active, self._phase = None, "waiting"
+        assert self._active.flush.attempt == flush.attempt
+        self._active = None
         if work.kind == "clean up":
             self._decide(flush, "failed", reason=flush.abandoned or "abandoned")
         elif reason is None:
@@ -143,40 +128,6 @@ class Leader:
             self.floor = max(self.floor, max(common, default=-1))
             above = {step for post in known for step in post.sealed if step > self.floor}
             self._useless = tuple(sorted(step for step in above if any(_passed_without(post, step) for post in known)))
-
-    def _advance_flush(self, posts: Sequence[Post | None], now: float) -> list[Work]:
-        flush = self._active
-        if flush is None or self._phase == "working":
-            return []
-        reports = [
-            post.report if post is not None and post.report and post.report.attempt == flush.attempt else None
-            for post in posts
-        ]
-        silent = [rank for rank, report in enumerate(reports) if report is None or _unanswered(report, flush)]
-        if flush.abandoned is not None:
-            if not silent or now > self._deadline:
-                self._phase = "working"
-                return [Work(kind="clean up", flush=flush)]
-            return []
-        errors = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report and report.error]
-        if errors:
-            self._abandon("; ".join(errors), now)
-        elif not silent and flush.share is None:
-            self.share = len({report.digest for report in reports if report}) == 1
-            self._active = replace(flush, share=self.share)
-        elif not silent:
-            self._phase = "working"
-            files = [report.files for report in reports if report and report.files]
-            return [Work(kind="commit", flush=flush, files=dict(ChainMap(*files)))]
-        elif now > self._deadline:
-            ranks = ", ".join(map(str, silent))
-            self._abandon(f"no answer from rank {ranks} within {self._policy.commit_timeout:g} s", now)
-        return []
-
-    def _abandon(self, reason: str, now: float) -> None:
-        assert self._active is not None
-        self._active = replace(self._active, abandoned=reason)
-        self._deadline = now + min(self._policy.peer_timeout, self._policy.commit_timeout)
 
     def _next_flush(self, posts: Sequence[Post | None], known: list[Post], everyone: bool, now: float) -> None:
         while self._dues and self._active is None:
@@ -221,8 +172,12 @@ class Leader:
     def _start(self, step: int, due: int | None, now: float) -> None:
         self._attempts += 1
         attempt = f"{self._incarnation}-{self._attempts:06d}"
-        self._active, self._phase = Flush(attempt=attempt, step=step, due=due, share=self.share), "waiting"
-        self._deadline = now + self._policy.commit_timeout
+        self._active = Attempt(
+            Flush(attempt=attempt, step=step, due=due, share=self.share),
+            now,
+            commit_timeout=self._policy.commit_timeout,
+            give_up_timeout=min(self._policy.peer_timeout, self._policy.commit_timeout),
+        )
 
     def _skip_while_busy(self) -> None:
         if self._policy.wait_on_back_pressure:
@@ -275,7 +230,10 @@ class Leader:
         self._closing_since = self._closing_since if self._closing_since is not None else now
         leaving = sum(post.closing or post.aborted for post in known)
         if leaving == self._world_size and self._active is None and not self._dues:
-            self._closed = self._floor_is_settled() or any(post.aborted for post in known)
+            aborted = any(post.aborted for post in known)
+            self._closed = self._floor_is_settled() or aborted
+            if self._closed and not aborted:
+                self._not_durable = _missing_at_the_end(known, self.committed)
         elif now - self._closing_since > self._policy.close_timeout:
             late = [rank for rank, post in enumerate(posts) if post is None or not (post.closing or post.aborted)]
             ranks = ", ".join(map(str, late))
@@ -287,41 +245,35 @@ class Leader:
             line=self._line,
             floor=self.floor,
             useless=self._useless,
-            flush=self._active,
+            flush=None if self._active is None else self._active.flush,
             decisions=tuple(self._decisions),
             emergency=self._emergency_deadline is not None,
             emergency_over=self._emergency_over,
             preempt_at=self._preempt_at,
             closed=self._closed,
             close_error=self._close_error,
+            not_durable=self._not_durable,
         )
 
 
 def _passed_without(post: Post, step: int) -> bool:
-    """Whether a rank will never hold `step`. One step on, it may still be sealing it."""
-    return step not in post.sealed and post.step >= step + 2
+    """Whether a rank will never hold `step`. One step on, it may still be sealing it; at its end it has sealed all."""
+    return step not in post.sealed and (post.closing or post.step >= step + 2)
 
 
-def _unanswered(report: object, flush: Flush) -> bool:
-    """Whether a rank's report lacks what the flush is waiting for now."""
-    files, digest, error = (getattr(report, name) for name in ("files", "digest", "error"))
-    if error is not None:
-        return False
-    return digest is None if flush.share is None else files is None
-
-
-class _Pace:
-    """How fast steps pass, to name a step that all ranks still have ahead of them."""
-
-    def __init__(self) -> None:
-        self._step, self._time, self._per_second = -1, 0.0, 0.0
-
-    def update(self, step: int, now: float) -> None:
-        if step > self._step:
-            if self._step >= 0 and now > self._time:
-                rate = (step - self._step) / (now - self._time)
-                self._per_second = rate if self._per_second == 0 else 0.7 * self._per_second + 0.3 * rate
-            self._step, self._time = step, now
-
-    def step_ahead(self) -> int:
-        return self._step + RAISE_MARGIN_STEPS + math.ceil(self._per_second * RAISE_MARGIN_SECONDS)
+def _missing_at_the_end(posts: Sequence[Post], committed: int) -> str:
+    """What of that which training has handed over will be lost, and why; empty if nothing is."""
+    wanted = max(post.wanted for post in posts)
+    if wanted <= committed:
+        return ""
+    lacking = [
+        f"rank {rank}: {post.lack or 'it holds no whole snapshot of it'}"
+        for rank, post in enumerate(posts)
+        if wanted not in post.sealed
+    ]
+    why = "; ".join(lacking) or "its flush has failed"
+    newest = f"the newest committed step is {committed}" if committed >= 0 else "nothing is committed"
+    return (
+        f"step {wanted}, the last that was handed over, is not durable ({why}); {newest}. "
+        "A job whose last step has to be kept ends with save(step, wait=True), which never skips"
+    )

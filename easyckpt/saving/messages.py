@@ -30,6 +30,10 @@ class Post:
     """Counts the lines of training of this job (each load opens one); posts of another line are not listened to."""
     step: int = -1
     """Newest step that the training loop has handed over."""
+    wanted: int = -1
+    """Newest step of which a snapshot was to be taken: the job must not end well without it."""
+    lack: str = ""
+    """Why this rank holds no whole snapshot of `wanted`, once that is known."""
     sealed: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     """Due steps of which this rank holds no whole snapshot, and never will."""
@@ -91,6 +95,9 @@ class Board:
     """In an emergency: the first step at which every rank may see that it is preempted."""
     closed: bool = False
     close_error: str = ""
+    """Who did not come to the end in time."""
+    not_durable: str = ""
+    """At the end: which newest step is not committed, and why."""
 
 
 def dump(message: Post | Board) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -17,18 +18,17 @@ from easyckpt.format.layout import NamingScheme
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import Slot
 from easyckpt.saving.accumulation import AccumulationWatch
+from easyckpt.saving.catching_up import CatchUp
 from easyckpt.saving.coordinator import Coordinator
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.line import Origin, open_line
 from easyckpt.saving.live import LiveSnapshot
 from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.slots import Slots
 from easyckpt.saving.staging import SnapshotIdentity, Stager
 from easyckpt.state.capture import Capture, StateCapture
 from easyckpt.state.components import RESERVED
 from easyckpt.storage.base import Storage
-
-#: Room in a slot's tail beside what the layout needs now: objects grow by a few digits from step to step.
-TAIL_SLACK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,8 @@ class Saver:
         self._warned_of_accumulation = False
         self._first = True
         self._staged = -1
+        self._slots = Slots(parts.arena, parts.coordinator.ledger, parts.config)
+        self._catch_up = CatchUp(parts.capture, parts.stager)
 
     @property
     def identity(self) -> SnapshotIdentity | None:
@@ -75,23 +77,26 @@ class Saver:
     def go_on_from(self, origin: Origin, *, adopted: tuple[str, int] | None, committed: int) -> None:
         """The state was restored (or found missing): the next save opens a new line from there."""
         self._origin, self._identity, self._staged = origin, None, -1
+        self._catch_up.forget()
         self._parts.coordinator.begin_line(None, committed=committed, adopted=adopted)
 
     def snapshot(self, step: int, *, due: bool) -> None:
         """Take the snapshot of `step` if a slot is free, and have it flushed if `due`. Raises background failures."""
         self._ready_line()
         self._parts.stager.end_window("save")
+        self._want(step)
         if due and self._config.back_pressure == "wait":
             self._wait_for_flushes()
         if self._parts.arena.count == 0:
             if due:
                 self._save_live(step)
+            else:
+                self._parts.metrics.take(step)
+                self._skip(step, self._parts.capture.capture(), "there is no memory for a snapshot")
             return
-        staged = self._stage(step, wait=due and self._config.back_pressure == "wait", overlap=True)
+        self._stage(step, wait=due and self._config.back_pressure == "wait", overlap=True)
         if due:
             self._parts.coordinator.due(step, forced=False)
-            if not staged:
-                self._parts.coordinator.lacks(step)
 
     def save(self, step: int) -> Future[int]:
         """Take the snapshot of `step` for certain and have it flushed; resolves when durable on all ranks."""
@@ -99,23 +104,22 @@ class Saver:
         # The snapshot that save_if_needed has just taken of this very step: no optimizer step belongs in between.
         self._parts.stager.end_window("wait" if step == self._staged else "save")
         coordinator = self._parts.coordinator
+        self._want(step)
         if step <= coordinator.committed or self._holds(step):
             return coordinator.due(step, forced=True)
         if self._parts.arena.count == 0:
             return self._save_live(step)
         # Sealed before this returns: whoever waits for the Future next takes no step that could end a window.
-        staged = self._stage(step, wait=True, overlap=False)
-        future = coordinator.due(step, forced=True)
-        if not staged:
-            coordinator.lacks(step)
-        return future
+        if not self._stage(step, wait=True, overlap=False):  # it has turned out that memory does not hold it
+            return self._save_live(step)
+        return coordinator.due(step, forced=True)
 
     def _save_live(self, step: int) -> Future[int]:
         """No memory holds even one snapshot: training waits until the live state itself is durable."""
         assert self._identity is not None
+        self._want(step)
         self._parts.metrics.take(step)
         coordinator = self._parts.coordinator
-        coordinator.came_to(step)
         capture = self._parts.capture.capture()
         coordinator.offer(LiveSnapshot(self._identity.meta(step, capture.layout), capture))
         try:
@@ -129,10 +133,31 @@ class Saver:
         """Until every flush that was due so far has ended. Raises TimeoutError, or what went wrong."""
         self._parts.stager.end_window("wait")
         deadline = None if timeout is None else time.monotonic() + timeout
-        for future in self._parts.coordinator.pending():
+        for future in self._parts.coordinator.ledger.pending():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             future.exception(left)
         self._parts.coordinator.raise_failure(None)
+
+    def close(self, timeout: float) -> None:
+        """Commit the newest step with all ranks, within `timeout` seconds; raises the first thing that went wrong.
+
+        A rank whose newest snapshot was skipped takes it now, before it says that it closes.
+        """
+        deadline = time.monotonic() + timeout
+        failures: list[EasyckptError] = []
+        actions: tuple[Callable[[], None], ...] = (
+            lambda: self._parts.stager.end_window("close"),
+            lambda: self._make_up(deadline),
+            lambda: self._parts.coordinator.close(max(0.0, deadline - time.monotonic())),
+        )
+        for action in actions:
+            try:
+                action()
+            except EasyckptError as error:
+                failures.append(error)
+        self._parts.coordinator.offer(None)
+        if failures:
+            raise failures[0]
 
     def lose_window(self) -> None:
         """End the window of the newest snapshot, whatever comes of it (the job is ending in an error)."""
@@ -174,75 +199,66 @@ class Saver:
             world_size=parts.ranks.world_size,
         )
 
+    def _want(self, step: int) -> None:
+        self._catch_up.forget()
+        self._parts.coordinator.wanted(step)
+
+    def _skip(self, step: int, capture: Capture, reason: str) -> None:
+        self._catch_up.remember(step, capture, reason)
+        self._parts.coordinator.lacks(step, reason)
+
+    def _make_up(self, deadline: float) -> None:
+        """Take the skipped snapshot of the newest step now, if the live state is provably still that step's."""
+        skipped, parts, identity = self._catch_up.skipped, self._parts, self._identity
+        if skipped is None or identity is None:
+            return
+        found, slot = self._catch_up.capture(), None
+        if isinstance(found, Capture) and parts.arena.count > 0:
+            slot = self._slots.acquire(skipped.step, found, identity.timeline, deadline=deadline)
+            found = self._catch_up.capture() if slot is not None or parts.arena.count == 0 else "no slot became free"
+        if isinstance(found, Capture) and slot is not None:
+            self._put(skipped.step, found, slot, overlap=False)
+            parts.stager.end_window("close")
+        elif isinstance(found, Capture):
+            parts.coordinator.offer(LiveSnapshot(identity.meta(skipped.step, found.layout), found))
+        else:
+            if slot is not None:
+                parts.arena.release(slot)
+            parts.coordinator.lacks(skipped.step, f"{skipped.reason}; it could not be taken at the end either: {found}")
+
     def _stage(self, step: int, *, wait: bool, overlap: bool) -> bool:
+        """Take the snapshot of `step`; False where it was skipped."""
         assert self._identity is not None
         begun = time.perf_counter()
         self._parts.metrics.take(step)
-        self._parts.coordinator.came_to(step)
         capture = self._parts.capture.capture()
         self._warn_of_slow_components(capture)
         self._warn_of_accumulation(step)
         self._parts.flusher.prepare(capture.layout)
-        self._reserve(capture)
-        slot = self._acquire(step, capture.layout.image_bytes, wait)
-        if slot is None:
-            reason = "no slot is free" if self._parts.arena.ready(capture.layout.image_bytes) else "memory is growing"
-            nbytes, seconds = capture.layout.image_bytes, time.perf_counter() - begun
-            self._parts.events.emit(SnapshotSkipped(step=step, reason=reason, bytes=nbytes, seconds=seconds))
-            return False
+        deadline = time.monotonic() + self._config.commit_timeout if wait else None
+        slot = self._slots.acquire(step, capture, self._identity.timeline, deadline=deadline)
+        if slot is not None:
+            self._put(step, capture, slot, overlap=overlap)
+            return True
+        if wait and self._parts.arena.count > 0:
+            raise SaveFailed(f"step {step}: no slot became free within {self._config.commit_timeout:g} s")
+        reason = self._slots.why_none(capture)
+        nbytes, seconds = capture.layout.image_bytes, time.perf_counter() - begun
+        self._parts.events.emit(SnapshotSkipped(step=step, reason=reason, bytes=nbytes, seconds=seconds))
+        self._skip(step, capture, reason)
+        return False
+
+    def _put(self, step: int, capture: Capture, slot: Slot, *, overlap: bool) -> None:
+        assert self._identity is not None
         try:
             self._parts.stager.stage(self._identity, step, capture, slot, overlap=overlap)
         except BaseException:
             self._parts.arena.release(slot)
             raise
         self._staged = step
-        return True
-
-    def _reserve(self, capture: Capture) -> None:
-        layout = capture.layout
-        tail = len(layout.encoded) + 2 * len(capture.objects) + TAIL_SLACK_BYTES
-        if not self._parts.arena.ready(layout.image_bytes):
-            self._parts.arena.ensure(layout.image_bytes, tail)
-        if self._first:
-            # The very first snapshot is worth waiting for: a job killed before it has nothing.
-            self._parts.arena.wait_ready(self._config.peer_timeout)
-            self._first = False
-
-    def _acquire(self, step: int, nbytes: int, wait: bool) -> Slot | None:
-        coordinator, arena = self._parts.coordinator, self._parts.arena
-
-        def take() -> Slot | None:
-            floor = coordinator.floor
-            keep_from = floor + (arena.count == 1)  # a single slot can only be written over: the arena has warned
-            slot = arena.acquire(step, nbytes, keep_from if floor >= 0 else None, coordinator.held())
-            if slot is None and self._drop_useless():
-                slot = arena.acquire(step, nbytes, keep_from if floor >= 0 else None, coordinator.held())
-            return slot
-
-        deadline = time.monotonic() + self._config.commit_timeout
-        with coordinator.changed:
-            slot = take()
-            while slot is None and wait and time.monotonic() < deadline:
-                coordinator.changed.wait(0.05)  # the arena may also have grown meanwhile, which rings no bell here
-                slot = take()
-        if slot is None and wait:
-            raise SaveFailed(f"step {step}: no slot became free within {self._config.commit_timeout:g} s")
-        return slot
-
-    def _drop_useless(self) -> bool:
-        """Give up snapshots that can never become the floor, since another rank has skipped theirs.
-
-        Ranks that keep such snapshots, each of other steps, would hold no step in common any more, and skip for ever.
-        """
-        coordinator, identity = self._parts.coordinator, self._identity
-        assert identity is not None
-        useless = coordinator.useless - coordinator.held()
-        return bool(
-            useless and self._parts.arena.drop(lambda meta: meta.step in useless and meta.timeline == identity.timeline)
-        )
 
     def _wait_for_flushes(self) -> None:
-        for future in self._parts.coordinator.pending():
+        for future in self._parts.coordinator.ledger.pending():
             future.exception()  # in bounded time: the coordinator sees to that
 
     def _holds(self, step: int) -> bool:

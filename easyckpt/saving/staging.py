@@ -73,7 +73,7 @@ class Stager:
         checksum: bool,
         emit: Callable[[Event], None],
         on_sealed: Callable[[int, Slot], None],
-        on_discarded: Callable[[int, Slot], None],
+        on_discarded: Callable[[int, Slot, str], None],
     ) -> None:
         self._copier = copier
         self._optimizers = {id(optimizer) for optimizer in optimizers}
@@ -92,6 +92,8 @@ class Stager:
         self._pid = os.getpid()
         self._error: EasyckptError | None = None
         self.blocked_in_hook = 0.0
+        self.steps_seen = 0
+        """Steps of any torch optimizer of this process."""
         self._handle = register_optimizer_step_pre_hook(
             torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
         )
@@ -145,12 +147,6 @@ class Stager:
         if error is not None:
             raise error
 
-    @property
-    def window_step(self) -> int | None:
-        """The step whose snapshot is not sealed yet."""
-        window = self._window
-        return None if window is None else window.meta.step
-
     def close(self) -> None:
         """Take the hook away and end the copying thread. The window must have ended."""
         self._handle.remove()
@@ -162,6 +158,7 @@ class Stager:
             return
         begun = time.perf_counter()
         with self._lock:
+            self.steps_seen += 1
             self._fired = self._fired or id(optimizer) in self._optimizers
             window = self._window
             if window is not None:
@@ -228,5 +225,5 @@ class Stager:
         window.slot.clear()
         meta, seconds = window.meta, time.perf_counter() - window.begun
         self._emit(SnapshotDiscarded(step=meta.step, reason=reason, bytes=meta.image_bytes, seconds=seconds))
-        self._on_discarded(window.meta.step, window.slot)
+        self._on_discarded(meta.step, window.slot, reason)
         window.over.set()

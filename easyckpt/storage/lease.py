@@ -12,7 +12,6 @@ contender that dies in between is itself succeeded by the same rule.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
 import socket
@@ -20,14 +19,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from easyckpt import failpoints
-from easyckpt.errors import EasyckptError, LeaseLost, RootInUse
+from easyckpt.errors import LeaseLost, RootInUse
 from easyckpt.format import layout
 from easyckpt.format.manifest import LeaseRecord
 from easyckpt.storage.base import Storage
+from easyckpt.storage.lease_chain import Seen, claim, describe, look, place_of, remove_leftovers, successor_file
 
 CREATED = failpoints.declare("lease.acquire.created", "the lease on a free root is durable")
 CLAIMED = failpoints.declare(
@@ -40,7 +40,6 @@ RELEASING = failpoints.declare("lease.release.before", "the lease is about to be
 #: Seconds between two looks at a lease that somebody else holds, and between two messages about it.
 POLL_SECONDS = 1.0
 MESSAGE_SECONDS = 10.0
-_MAX_CHAIN = 1000
 _MAX_ROUNDS = 1000
 
 #: Leases that live in this process, by token. A record lock cannot tell two owners in one process apart.
@@ -61,39 +60,6 @@ class Clock(Protocol):
     def sleep(self, seconds: float, /) -> None:
         """Wait."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The lease file and the successor files behind it, as bytes: any change of them is a sign of life."""
-
-    chain: tuple[bytes, ...]
-
-    @property
-    def owner(self) -> LeaseRecord | None:
-        """The record at the end of the chain; None where this version cannot read it."""
-        return _parsed(self.chain[-1])
-
-    @property
-    def tokens(self) -> list[str]:
-        """One token for each record."""
-        return [_token_of(data) for data in self.chain]
-
-
-def _parsed(data: bytes) -> LeaseRecord | None:
-    try:
-        return LeaseRecord.from_bytes(data)
-    except EasyckptError:
-        return None
-
-
-def _token_of(data: bytes) -> str:
-    record = _parsed(data)
-    return record.token if record is not None else "unreadable-" + hashlib.sha256(data).hexdigest()[:32]
-
-
-def _successor_file(token: str) -> str:
-    return layout.temp_file(layout.LEASE, token)
 
 
 class Lease:
@@ -159,6 +125,7 @@ class Lease:
         try:
             for _ in range(_MAX_ROUNDS):
                 if self._held:
+                    remove_leftovers(self._storage, self._record.token)
                     return
                 self._try_acquire(on_wait or (lambda message: None))
         finally:
@@ -183,7 +150,7 @@ class Lease:
             if seen is not None and seen.tokens == [self._record.token]:
                 return
             self._end()
-            taker = "nobody: its lease was removed" if seen is None else _describe(seen.owner)
+            taker = "nobody: its lease was removed" if seen is None else describe(seen.owner)
             raise LeaseLost(
                 f"{self._storage.root} was taken over by another job while this one did not renew its lease; it now "
                 f"belongs to {taker}. This job writes nothing there any more: stop it, or restart it after the other."
@@ -210,7 +177,7 @@ class Lease:
         if seen is not None:
             if self._proven_dead(seen.owner) or self._silent(seen, on_wait):
                 self._take_over(seen)
-        elif self._storage.link_exclusive(layout.LEASE, self._fresh().to_bytes()):
+        elif claim(self._storage, layout.LEASE, self._fresh().to_bytes()):
             failpoints.hit(CREATED)
             self._held = True
 
@@ -221,7 +188,7 @@ class Lease:
     def _held_place(self) -> str:
         """Where the own record lock is; '' where it is not held: an old, free file may lie there."""
         lock = self._record.lock
-        return (lock and self._is_free(lock) is False and _place(lock)) or ""
+        return (lock and self._is_free(lock) is False and place_of(lock)) or ""
 
     def _fresh(self) -> LeaseRecord:
         """A record under a new token: each token is an owner once, so that it has one successor at most."""
@@ -230,17 +197,8 @@ class Lease:
         _living[self._record.token] = self  # before anybody can see it
         return self._record
 
-    def _look(self) -> _Seen | None:
-        """What the storage says now; None where there is no lease."""
-        chain: list[bytes] = []
-        path = layout.LEASE
-        while len(chain) < _MAX_CHAIN:
-            try:
-                chain.append(self._storage.read(path))
-            except FileNotFoundError:
-                break
-            path = _successor_file(_token_of(chain[-1]))
-        return _Seen(tuple(chain)) if chain else None
+    def _look(self) -> Seen | None:
+        return look(self._storage)
 
     def _proven_dead(self, owner: LeaseRecord | None) -> bool:
         """Whether it is certain, without waiting, that `owner` writes no more."""
@@ -250,12 +208,12 @@ class Lease:
         same_run = mine.elastic_run is not None and owner.elastic_run == mine.elastic_run
         if same_run and owner.restart_count < mine.restart_count:
             return True  # the agent has killed all workers of one round before it starts the next
-        if not owner.boot or (owner.host, owner.boot) != (mine.host, _place(owner.lock)):
+        if not owner.boot or (owner.host, owner.boot) != (mine.host, place_of(owner.lock)):
             return False
         # The own lock is held by this very process, so whoever held it before has died.
         return owner.boot == mine.boot or self._is_free(owner.lock) is True
 
-    def _silent(self, seen: _Seen, on_wait: Callable[[str], None]) -> bool:
+    def _silent(self, seen: Seen, on_wait: Callable[[str], None]) -> bool:
         """Watch for up to the timeout; False where the root is to be looked at afresh, RootInUse where it lives."""
         owner = seen.owner
         if owner is not None and owner.token in _living:
@@ -266,7 +224,7 @@ class Lease:
             if self._clock.monotonic() - said >= MESSAGE_SECONDS:
                 said = self._clock.monotonic()
                 on_wait(
-                    f"waiting for {self._storage.root}: it belongs to {_describe(owner)}, which has not renewed its "
+                    f"waiting for {self._storage.root}: it belongs to {describe(owner)}, which has not renewed its "
                     f"lease for {waited:.0f} s; after {self._timeout:.0f} s without a renewal it counts as dead"
                 )
             self._clock.sleep(min(POLL_SECONDS, self._timeout - waited))
@@ -281,47 +239,24 @@ class Lease:
 
     def _in_use(self, owner: LeaseRecord | None, sign: str) -> RootInUse:
         return RootInUse(
-            f"{self._storage.root} is in use by {_describe(owner)}, {sign}. Stop that job first, or give this one "
+            f"{self._storage.root} is in use by {describe(owner)}, {sign}. Stop that job first, or give this one "
             "another root; reading (restore, the command line) needs no lease."
         )
 
-    def _take_over(self, seen: _Seen) -> None:
+    def _take_over(self, seen: Seen) -> None:
         """Succeed the owner that was seen, unless somebody is quicker or it proves alive at the last moment."""
-        claim = self._fresh().to_bytes()
-        successor = _successor_file(seen.tokens[-1])
-        if not self._storage.link_exclusive(successor, claim):
+        record = self._fresh().to_bytes()
+        successor = successor_file(seen.tokens[-1])
+        if not claim(self._storage, successor, record):
             return
         failpoints.hit(CLAIMED)
-        if self._look() != _Seen((*seen.chain, claim)):
+        if self._look() != Seen((*seen.chain, record)):
             with contextlib.suppress(FileNotFoundError):
                 self._storage.remove(successor)
             return
-        self._storage.replace(layout.LEASE, claim)
+        self._storage.replace(layout.LEASE, record)
         failpoints.hit(TAKEN)
         self._held = True
         for token in seen.tokens:
             with contextlib.suppress(FileNotFoundError):
-                self._storage.remove(_successor_file(token))
-
-
-def _describe(owner: LeaseRecord | None) -> str:
-    if owner is None:
-        return f"an owner whose {layout.LEASE} cannot be read here (damaged, or of a newer version)"
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(owner.time, 0), 2**33)))
-    return f"process {owner.pid} on host {owner.host} (run {owner.run}, last renewed {since} by its own clock)"
-
-
-def _place(lock: str | None) -> str | None:
-    """The kernel that runs here and the very file that `lock` names; None where there is no such file to ask.
-
-    The file's identity counts, not its path alone: containers of one host have memory directories of the same name
-    and different content, and a system that removes shared memory at logout leaves the path to a new file. That one
-    being free says nothing about a process that holds the other.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        found = os.lstat(lock or "")
-    except OSError:
-        return None
-    return f"{boot}/{found.st_dev:x}/{found.st_ino:x}"
+                self._storage.remove(successor_file(token))

@@ -50,12 +50,30 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mischief-rank", type=int, help="what follows happens on this rank only")
     parser.add_argument("--tear-at", type=int, default=-1, help="write to a parameter while its snapshot is taken")
     parser.add_argument("--skip-at", type=int, default=-1, help="there is no free slot for this step")
+    parser.add_argument("--until-the-end", action="store_true", help="there is one again once training is over")
+    parser.add_argument("--then", choices=sorted(CHANGES), default="nothing", help="after the last step")
     parser.add_argument("--hears-late", type=float, default=0.0, help="seconds by which rank 0's board is read late")
     parser.add_argument("--lag", type=float, default=0.0, help="seconds by which each step is longer")
     parser.add_argument("--wait-at-end", type=float, default=0.0, help="wait(this many seconds) after the last step")
     parser.add_argument("--die-at", type=int, default=-1, help="SIGKILL after this step, but not after a restart")
     parser.add_argument("--hold-at", type=int, default=-1, help="after saving this step wait for ever (to be killed)")
     return parser.parse_args()
+
+
+def written_to(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.mul_(1.0)  # the same values, but nobody could know
+
+
+#: What a program may do between its last step and its end, given (net, optimizer, progress).
+CHANGES = {
+    "nothing": lambda net, optimizer, progress: None,
+    "buffer": lambda net, optimizer, progress: net[1].running_mean.add_(1),
+    "generator": lambda net, optimizer, progress: torch.rand(1),
+    "number": lambda net, optimizer, progress: progress.update(seen=-1),
+    "parameter": lambda net, optimizer, progress: written_to(next(net.parameters())),
+    "step": lambda net, optimizer, progress: optimizer.step(),
+}
 
 
 class Notes:
@@ -114,10 +132,14 @@ def after_a_restart() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def leave_no_slot(checkpointer: easyckpt.Checkpointer, step: int) -> None:
+def leave_no_slot(checkpointer: easyckpt.Checkpointer, step: int, until_the_end: bool) -> None:
     arena = checkpointer._parts.arena
     acquire = arena.acquire
-    arena.acquire = lambda number, *rest: None if number == step else acquire(number, *rest)
+
+    def refuses(number: int) -> bool:
+        return number == step and not (until_the_end and checkpointer._closed)
+
+    arena.acquire = lambda number, *rest: None if refuses(number) else acquire(number, *rest)
 
 
 def read_late(checkpointer: easyckpt.Checkpointer, seconds: float) -> None:
@@ -189,7 +211,7 @@ def main() -> None:
             if mischief and args.hears_late:
                 read_late(checkpointer, args.hears_late)
             if mischief and args.skip_at >= 0:
-                leave_no_slot(checkpointer, args.skip_at)
+                leave_no_slot(checkpointer, args.skip_at, args.until_the_end)
             first = 0
             if not args.no_load:
                 restored = checkpointer.load(step=args.load_step)
@@ -203,8 +225,7 @@ def main() -> None:
                 checkpointer.log(loss=loss)
                 checkpointer.save_if_needed(number)
                 if mischief and number == args.tear_at:
-                    with torch.no_grad():
-                        next(net.parameters()).mul_(1.0)  # the same values, but nobody could know
+                    written_to(next(net.parameters()))
                 if mischief and number == args.die_at and not after_a_restart():
                     os.kill(os.getpid(), signal.SIGKILL)
                 if number == args.save_at:
@@ -220,6 +241,8 @@ def main() -> None:
                 if args.watch_preempted and checkpointer.preempted:
                     notes.write(preempted=number)
                     break
+            if mischief:
+                CHANGES[args.then](net, optimizer, progress)
             if args.wait_at_end:
                 checkpointer.wait(args.wait_at_end)
             counts = checkpointer.stats().counts

@@ -105,7 +105,7 @@ class Rig:
             checksum=False,
             emit=self._emit,
             on_sealed=self._on_sealed,
-            on_discarded=lambda _, slot: self.arena.release(slot),
+            on_discarded=lambda _, slot, reason: self.arena.release(slot),
         )
 
     def _emit(self, event: Any) -> None:
@@ -150,6 +150,12 @@ class Rig:
         self._references[step] = (reference(capture), capture.objects)
         self.stager.stage(IDENTITY, step, capture, slot, overlap=overlap)
         return True
+
+    @property
+    def window_step(self) -> int | None:
+        """The step whose snapshot is neither sealed nor discarded yet."""
+        window = self.stager._window
+        return None if window is None else window.meta.step
 
     @contextlib.contextmanager
     def holding(self, nth: int = 1) -> Iterator[Gate]:

@@ -1,0 +1,285 @@
+"""The background thread by which the ranks agree: it speaks for this rank, listens to rank 0, and on rank 0 leads.
+
+It waits for nobody: what takes long (all I/O of the storage tier) is the flusher's, whose answers it collects.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any
+
+from easyckpt.config import CheckpointConfig
+from easyckpt.distributed.mailbox import Mailbox
+from easyckpt.distributed.ranks import Ranks
+from easyckpt.errors import EasyckptError, OutcomeUnknown, PeerTimeout, SaveFailed, StorageError
+from easyckpt.events import Event, FlushCommitted, FlushFailed, FlushSkipped
+from easyckpt.memory.arena import Arena
+from easyckpt.memory.slot import SlotMeta
+from easyckpt.saving.attempt import Work
+from easyckpt.saving.failures import error_of
+from easyckpt.saving.flusher import Flusher
+from easyckpt.saving.ledger import Ledger
+from easyckpt.saving.live import LiveSnapshot
+from easyckpt.saving.messages import Board, Decision, Flush, Post, Report, dump, load_board, load_post
+from easyckpt.saving.participant import Participant
+from easyckpt.saving.worker import Worker
+from easyckpt.saving.writer import SnapshotBytes
+
+logger = logging.getLogger("easyckpt")
+
+QUICK_POLL_SECONDS = 0.001
+SLOW_POLL_SECONDS = 0.05
+LEAVE_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorParts:
+    """What the coordinator's thread works with."""
+
+    ranks: Ranks
+    mailbox: Mailbox
+    arena: Arena
+    flusher: Flusher
+    config: CheckpointConfig
+    emit: Callable[[Event], None]
+    committed_by: Callable[[Flush], bool]
+    """Whether an attempt has become a checkpoint, as the root says."""
+    dead_peers: Callable[[], list[int]]
+
+
+class CoordinatorThread:
+    """Runs from construction until rank 0 has ended the job, or the ranks have lost each other.
+
+    Other threads share the `ledger` with it, which has a lock, and beside that only set `live` and `signalled` and
+    read `board`, `in_emergency` and `emergency_over`, which need none. `wake` has it look at once.
+    """
+
+    def __init__(self, parts: CoordinatorParts, ledger: Ledger) -> None:
+        self.wake = threading.Event()
+        self.live: LiveSnapshot | None = None
+        """The training thread waits, and lends its live state as the snapshot of its step."""
+        self.signalled = self.in_emergency = False
+        self.emergency_over = threading.Event()
+        self.board = Board()
+        self._parts, self._ledger = parts, ledger
+        self._leads = parts.ranks.rank == 0
+        self._posted: Post | None = None
+        self._published: Board | None = None
+        self._jobs: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = []
+        self._participant = Participant(
+            parts.flusher, view_of=self._view, watch=self._watch, report=self._report, emit=parts.emit
+        )
+        self._left = False
+        self._moved = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="easyckpt-coordinator", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for its end; False when it has not come within `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # Everything below runs on the thread itself.
+
+    def _run(self) -> None:
+        pause = QUICK_POLL_SECONDS
+        try:
+            while not self._left:
+                moved = self._turn()
+                pause = QUICK_POLL_SECONDS if moved else min(pause * 1.5, self._longest_pause())
+                if self.wake.wait(pause):
+                    pause = QUICK_POLL_SECONDS
+                self.wake.clear()
+            self._linger()
+        except EasyckptError as error:
+            self._lost(error)
+        except Exception as error:
+            logger.exception("the coordinator thread has failed")
+            self._lost(SaveFailed(f"rank {self._parts.ranks.rank}: the coordinator thread has failed: {error!r}"))
+        self.emergency_over.set()  # a signal that comes later has nothing to wait for
+
+    def _turn(self) -> bool:
+        """One round of listening and speaking; returns whether anything moved."""
+        before = (self.board, self._posted)
+        self._collect_jobs()
+        self._speak()
+        if self._leads:
+            self._lead()
+        data = self._parts.mailbox.board()
+        if data is not None:
+            board = load_board(data)
+            if board != self.board and board.line == self._ledger.post.line:
+                self._moved = time.monotonic()
+                self._listen(board)
+        self._give_up_on_the_dead()
+        self._check_silence()
+        return (self.board, self._posted) != before
+
+    def _longest_pause(self) -> float:
+        post = self._ledger.post
+        outstanding = self._ledger.pending() or self._participant.attempt or post.closing or post.emergency
+        behind = any(meta.step > self._ledger.floor for meta in self._sealed())
+        return SLOW_POLL_SECONDS / 5 if outstanding or behind else SLOW_POLL_SECONDS
+
+    # -- snapshots of this rank
+
+    def _sealed(self) -> list[SlotMeta]:
+        live = self.live
+        return [live.meta] if live is not None else self._ledger.on_line(self._parts.arena.sealed())
+
+    def _view(self, step: int) -> SnapshotBytes:
+        live = self.live
+        if live is not None and live.meta.step == step:
+            return live
+        for meta in self._sealed():
+            if meta.step == step:
+                return self._parts.arena.view(step, meta.timeline)
+        raise SaveFailed(f"rank {self._parts.ranks.rank} holds no whole snapshot of step {step} any more")
+
+    # -- speaking
+
+    def _speak(self, **fields: Any) -> None:
+        post = self._ledger.speak(self._sealed, emergency=self.signalled, **fields)
+        if post != self._posted:
+            self._parts.mailbox.post(dump(post))
+            self._posted = post
+
+    def _report(self, report: Report) -> None:
+        self._ledger.tell(report=report)
+
+    # -- leading
+
+    def _lead(self) -> None:
+        board, works = self._ledger.lead(self._posts(), time.monotonic())
+        for work in works:
+            self._start_work(work)
+        if board != self._published:
+            self._parts.mailbox.publish(dump(board))
+            self._published = board
+
+    def _posts(self) -> list[Post | None]:
+        return [None if data is None else load_post(data) for data in self._parts.mailbox.posts()]
+
+    def _start_work(self, work: Work) -> None:
+        flusher = self._parts.flusher
+        commits = work.kind == "commit"
+        future = flusher.commit(work, self._view(work.flush.step)) if commits else flusher.clean_up(work)
+
+        def finish(done: Future[Any]) -> None:
+            result = done.result()
+            self._ledger.work_done(
+                work, reason=result.reason, unknown=result.unknown, nbytes=result.nbytes, seconds=result.seconds
+            )
+            if commits and result.reason is None:
+                self._watch(flusher.retain({work.flush.step}), _log_failure)
+
+        self._watch(future, finish)
+
+    def _watch(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
+        """Have `then` called on this thread once `future` is done."""
+        self._jobs.append((future, then))
+        future.add_done_callback(lambda _: self.wake.set())
+
+    def _collect_jobs(self) -> None:
+        for job in [job for job in self._jobs if job[0].done()]:
+            self._jobs.remove(job)
+            job[1](job[0])
+
+    # -- listening
+
+    def _listen(self, board: Board) -> None:
+        decided = self._ledger.hear(board)
+        self.in_emergency = self.in_emergency or board.emergency
+        self.board = board
+        for decision, promise in decided:
+            self._parts.emit(_event_of(decision, self._participant.effort(decision.attempt or "")))
+            if decision.attempt is not None:
+                self._participant.end()
+            if promise is not None:
+                error = error_of(decision)
+                promise.set_result(decision.step) if error is None else promise.set_exception(error)
+        if board.flush is not None:
+            self._participant.take_part(board.flush)
+        if board.emergency_over:
+            self.emergency_over.set()
+        if board.closed:
+            self._ledger.give_up(SaveFailed("the job has ended"))
+            self._left = True
+
+    def _give_up_on_the_dead(self) -> None:
+        """In an emergency nobody waits for a rank that is known to be dead."""
+        if self.in_emergency and not self.emergency_over.is_set() and (dead := self._parts.dead_peers()):
+            logger.warning("the emergency flush is given up: rank %s has died", ", ".join(map(str, dead)))
+            self.emergency_over.set()
+
+    def _check_silence(self) -> None:
+        """Give up when nothing has moved for longer than anything that rank 0 decides may take.
+
+        Rank 0 looks at itself too: its storage may hang for good. So every Future is resolved in bounded time.
+        """
+        outstanding = bool(self._ledger.pending() or self._participant.attempt)
+        limit = self._parts.config.commit_timeout + 2 * self._parts.config.peer_timeout
+        if outstanding and time.monotonic() - self._moved > limit:
+            what = "storage has not answered rank 0" if self._leads else "rank 0 has decided nothing"
+            raise PeerTimeout(f"{what} for {limit:g} s")
+        if not outstanding:
+            self._moved = time.monotonic()
+
+    # -- the end
+
+    def _linger(self) -> None:
+        """Rank 0 leaves last: other ranks must be able to read the end, for a bounded time."""
+        self._speak(left=True)
+        deadline = time.monotonic() + LEAVE_TIMEOUT_SECONDS
+        while self._leads and time.monotonic() < deadline:
+            if all(post is not None and post.left for post in self._posts()):
+                return
+            time.sleep(QUICK_POLL_SECONDS)
+
+    def _lost(self, error: EasyckptError) -> None:
+        """The other ranks cannot be reached any more. What was under way may have become durable: look."""
+        flush = self.board.flush
+        outcome: EasyckptError = error
+        if flush is not None:
+            try:
+                committed = self._look(flush)
+            except (EasyckptError, OSError) as problem:
+                outcome = OutcomeUnknown(f"step {flush.step}: {error}; looking into the root failed too: {problem}")
+            else:
+                if committed:
+                    self._ledger.found_committed(flush)
+                else:
+                    outcome = OutcomeUnknown(f"step {flush.step}: {error}; it is not committed so far")
+        self._ledger.end_all(outcome)
+
+    def _look(self, flush: Flush) -> bool:
+        """Whether `flush` is committed, as the root says; a storage that hangs is not waited for for ever."""
+        worker = Worker("easyckpt-look")
+        timeout = self._parts.config.peer_timeout
+        try:
+            return worker.submit(lambda: self._parts.committed_by(flush)).result(timeout)
+        except FutureTimeout:
+            raise StorageError(f"no answer for {timeout:g} s") from None
+        finally:
+            worker.stop(0.0)
+
+
+def _event_of(decision: Decision, effort: tuple[int, float]) -> Event:
+    step, attempt = decision.step, decision.attempt or ""
+    if decision.outcome == "committed":
+        return FlushCommitted(step=step, attempt=attempt, bytes=decision.nbytes, seconds=decision.seconds)
+    if decision.outcome == "skipped":
+        return FlushSkipped(step=step, reason=decision.reason)
+    nbytes, seconds = effort
+    return FlushFailed(step=step, attempt=attempt, reason=decision.reason, bytes=nbytes, seconds=seconds)
+
+
+def _log_failure(done: Future[Any]) -> None:
+    if (error := done.exception()) is not None:
+        logger.error("a background job has failed", exc_info=error)

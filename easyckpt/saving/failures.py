@@ -1,0 +1,51 @@
+"""What has gone wrong in the background: what is tolerated, and at which step the rest is raised."""
+
+from __future__ import annotations
+
+from easyckpt.config import CheckpointConfig
+from easyckpt.errors import EasyckptError, OutcomeUnknown, SaveError, SaveFailed
+from easyckpt.saving.messages import Decision
+
+
+class Failures:
+    """Not thread-safe: part of the ledger."""
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        self._config = config
+        self._in_a_row = 0
+        self._pending: tuple[int, EasyckptError] | None = None
+        """To be raised once, by every rank at the same step."""
+        self.unsaved: EasyckptError | None = None
+        """The newest failure, if nothing was committed since."""
+        self.fatal: EasyckptError | None = None
+        """What has ended all saving: raised at every call."""
+
+    def record(self, decision: Decision) -> None:
+        """A flush has ended."""
+        if decision.outcome == "committed":
+            self._in_a_row, self.unsaved = 0, None
+        elif decision.outcome != "skipped":
+            self._in_a_row += 1
+            self.unsaved = error = error_of(decision)
+            tolerated = self._config.on_failure == "continue" and self._in_a_row <= self._config.max_failures
+            if not tolerated and error is not None and self._pending is None:
+                self._pending = (decision.raise_at, error)
+
+    def end_all(self, error: EasyckptError) -> None:
+        """Nothing can be saved any more; the first reason stays."""
+        self.fatal = self.fatal or error
+
+    def take(self, step: int | None) -> EasyckptError | None:
+        """What is to be raised now; `step`: only if every rank raises it at this step or before."""
+        error = self.fatal
+        if error is None and self._pending is not None and (step is None or step >= self._pending[0]):
+            error, self._pending = self._pending[1], None
+        return error
+
+
+def error_of(decision: Decision) -> SaveError | None:
+    """The error of a flush that is not durable; None if it is."""
+    if decision.outcome == "committed":
+        return None
+    kind = OutcomeUnknown if decision.outcome == "unknown" else SaveFailed
+    return kind(f"step {decision.step} was not committed ({decision.outcome}): {decision.reason}")

@@ -1,0 +1,73 @@
+"""Futures of flushes. What users have called at their end runs on a thread where it can hold up nothing of ours."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from easyckpt.saving.worker import Worker
+
+logger = logging.getLogger("easyckpt")
+
+
+class Callbacks:
+    """Runs users' callbacks one after the other, on a thread that is made for the first one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+
+    def run(self, callback: Callable[[Future[int]], object], future: Future[int]) -> None:
+        """Have `callback(future)` run; returns at once."""
+
+        def call() -> None:
+            try:
+                callback(future)
+            except Exception:  # as the standard library does: whoever has added it is not here to catch it
+                logger.exception("a callback of a save's Future has failed")
+
+        with self._lock:
+            if self._worker is None:
+                self._worker = Worker("easyckpt-callbacks")
+            self._worker.submit(call)
+
+    def stop(self, timeout: float) -> bool:
+        """Let what was handed over end; False when it did not within `timeout` seconds."""
+        with self._lock:
+            worker, self._worker = self._worker, None
+        return worker is None or worker.stop(timeout)
+
+
+class Promise(Future[int]):
+    """The Future of one flush: the step that was committed, or the reason why not.
+
+    Its holder cannot cancel it: the flush goes on whatever becomes of who waits for it.
+    """
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        super().__init__()
+        self._run_elsewhere = callbacks.run
+        self.set_running_or_notify_cancel()
+
+    def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
+        """As of any Future. Callbacks run one after the other; at once, on the caller's thread, if this is done."""
+        if self.done():
+            super().add_done_callback(fn)
+        else:
+            super().add_done_callback(lambda _: self._run_elsewhere(fn, self))
+
+
+def resolved(step: int) -> Future[int]:
+    """The Future of a step that is committed already."""
+    future: Future[int] = Future()
+    future.set_result(step)
+    return future
+
+
+def failed(error: BaseException) -> Future[int]:
+    """The Future of a flush that has failed already."""
+    future: Future[int] = Future()
+    future.set_exception(error)
+    return future

@@ -1,0 +1,72 @@
+"""Which slot the next snapshot goes into: the arena's choice, by what the ledger knows of all ranks."""
+
+from __future__ import annotations
+
+import time
+
+from easyckpt.config import CheckpointConfig
+from easyckpt.memory.arena import Arena
+from easyckpt.memory.slot import Slot
+from easyckpt.saving.ledger import Ledger
+from easyckpt.state.capture import Capture
+
+#: Room in a slot's tail beside what the layout needs now: objects grow by a few digits from step to step.
+TAIL_SLACK_BYTES = 64 << 10
+
+
+class Slots:
+    """Belongs to the training thread."""
+
+    def __init__(self, arena: Arena, ledger: Ledger, config: CheckpointConfig) -> None:
+        self._arena, self._ledger, self._config = arena, ledger, config
+        self._first = True
+
+    def acquire(self, step: int, capture: Capture, timeline: str, *, deadline: float | None = None) -> Slot | None:
+        """A slot for the snapshot of `step`, made or grown in the background where none is large enough.
+
+        None where none is free, until `deadline` (by the monotonic clock) if that is given, or where memory turns out
+        to hold none at all. Raises what has ended all saving meanwhile.
+        """
+        self._reserve(capture)
+        nbytes = capture.layout.image_bytes
+        with self._ledger.changed:
+            slot = self._take(step, nbytes, timeline)
+            while slot is None and deadline is not None and self._arena.count > 0 and time.monotonic() < deadline:
+                if self._ledger.fatal is not None:
+                    raise self._ledger.fatal
+                # The arena may also have grown meanwhile, which rings no bell here.
+                self._ledger.changed.wait(0.05)
+                slot = self._take(step, nbytes, timeline)
+        return slot
+
+    def why_none(self, capture: Capture) -> str:
+        """In words, why `acquire` has given nothing."""
+        if self._arena.count == 0:
+            return "there is no memory for a snapshot"
+        return "no slot is free" if self._arena.ready(capture.layout.image_bytes) else "memory is growing"
+
+    def _reserve(self, capture: Capture) -> None:
+        layout = capture.layout
+        tail = len(layout.encoded) + 2 * len(capture.objects) + TAIL_SLACK_BYTES
+        if not self._arena.ready(layout.image_bytes):
+            self._arena.ensure(layout.image_bytes, tail)
+        if self._first:
+            # The very first snapshot is worth waiting for: a job killed before it has nothing.
+            self._arena.wait_ready(self._config.peer_timeout)
+            self._first = False
+
+    def _take(self, step: int, nbytes: int, timeline: str) -> Slot | None:
+        floor = self._ledger.floor
+        keep_from = floor + (self._arena.count == 1)  # a single slot can only be written over: the arena has warned
+        slot = self._arena.acquire(step, nbytes, keep_from if floor >= 0 else None, self._ledger.held())
+        if slot is None and self._drop_useless(timeline):
+            slot = self._arena.acquire(step, nbytes, keep_from if floor >= 0 else None, self._ledger.held())
+        return slot
+
+    def _drop_useless(self, timeline: str) -> bool:
+        """Give up snapshots that can never become the floor, since another rank has skipped theirs.
+
+        Ranks that keep such snapshots, each of other steps, would hold no step in common any more, and skip for ever.
+        """
+        useless = self._ledger.useless - self._ledger.held()
+        return bool(useless and self._arena.drop(lambda meta: meta.step in useless and meta.timeline == timeline))
