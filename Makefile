@@ -47,7 +47,7 @@ tests: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not soak" $(ARGS)
 
 soak: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m soak --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxschedchunk 1 -m soak --timeout 3600 $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -11,11 +11,12 @@ import numpy
 import pytest
 import torch
 from torch import distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from easyckpt.errors import UsageError
 from easyckpt.state.ddp import settle_ddp
+from tests.support.zygote import fork_program
 
 RANKS = 4
 STEPS, STOP = 6, 3
@@ -167,7 +168,11 @@ def rank_main(rank, path):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks")
-    multiprocessing.start_processes(rank_main, args=(str(path),), nprocs=RANKS, start_method="spawn")
+    program = "import sys\nfrom tests.test_ddp_settle import rank_main\nrank_main(int(sys.argv[1]), sys.argv[2])"
+    ranks = [fork_program(program, rank, path, directory=path) for rank in range(RANKS)]
+    for child in ranks:
+        _, said = child.communicate()
+        assert child.returncode == 0, said[-3000:]
     return [json.loads((path / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

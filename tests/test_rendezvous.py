@@ -28,6 +28,7 @@ from easyckpt.distributed.ranks import Ranks, discover
 from easyckpt.distributed.rendezvous import LocalChannel, StoreClient, connect, settle_locality
 from easyckpt.distributed.store import base_store, store_of
 from easyckpt.errors import PeerError, PeerFailed, PeerTimeout, UsageError
+from tests.support.zygote import fork_program
 
 LIMIT = 120.0
 
@@ -365,30 +366,21 @@ def restarted(ranks):
     say(done=True, life=life, agent=os.environ["TORCHELASTIC_USE_AGENT_STORE"])
 
 
-def environment():
-    root = str(Path(__file__).resolve().parent.parent)
-    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def run(scenario, world_size, init_method):
+def run(directory, scenario, world_size, init_method):
     """Start all ranks; returns (exit code, facts that it said, stderr) of each."""
-    command = [sys.executable, __file__, scenario]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world_size), init_method], env=environment(), stdout=-1, stderr=-1, text=True
-        )
+    program = f"import runpy\nrunpy.run_path({__file__!r}, run_name='__main__')"
+    children = [
+        fork_program(program, scenario, rank, world_size, init_method, directory=directory, **QUIET)
         for rank in range(world_size)
     ]
-    try:
-        results = []
-        for process in processes:
-            out, err = process.communicate(timeout=2 * LIMIT)
-            results.append((process.returncode, [json.loads(line) for line in out.splitlines()], err))
-        return results
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    results = []
+    for child in children:
+        out, err = child.communicate(timeout=2 * LIMIT)
+        results.append((child.returncode, [json.loads(line) for line in out.splitlines()], err))
+    return results
 
 
 def free_port():
@@ -400,20 +392,20 @@ def free_port():
 DONE = [{"done": True}]
 
 
-def test_processes_through_a_whole_life():
-    for code, facts, err in run("full", 3, f"tcp://127.0.0.1:{free_port()}"):
+def test_processes_through_a_whole_life(tmp_path):
+    for code, facts, err in run(tmp_path, "full", 3, f"tcp://127.0.0.1:{free_port()}"):
         assert (code, facts) == (0, DONE), err
 
 
-def test_killed_processes_are_named_and_a_lost_store_is_clear():
-    zero, one, two = run("killed", 3, f"tcp://127.0.0.1:{free_port()}")
+def test_killed_processes_are_named_and_a_lost_store_is_clear(tmp_path):
+    zero, one, two = run(tmp_path, "killed", 3, f"tcp://127.0.0.1:{free_port()}")
     assert zero[:2] == (-signal.SIGKILL, []), zero
     assert one[:2] == (0, DONE), one
     assert two[:2] == (-signal.SIGKILL, []), two
 
 
 def test_processes_over_a_file_store(tmp_path):
-    for code, facts, err in run("plain", 2, f"file://{tmp_path}/store"):
+    for code, facts, err in run(tmp_path, "plain", 2, f"file://{tmp_path}/store"):
         assert (code, facts) == (0, DONE), err
 
 
@@ -422,7 +414,7 @@ def test_a_restart_by_torchrun_does_not_see_the_killed_one():
     result = subprocess.run(
         [*command, "--monitor-interval=0.1", __file__, "restarted"],
         check=False,
-        env=environment(),
+        env={**os.environ, **QUIET, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=2 * LIMIT,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+from tests.support.zygote import fork_program
+
 PREAMBLE = """
 import os, signal, sys, time
 import torch
@@ -39,9 +38,9 @@ def settle(seconds=2.0):
 
 def run(root: Path, body: str) -> tuple[int, str]:
     """(exit code, what was printed) of a program."""
-    program = [sys.executable, "-c", PREAMBLE + body, str(root)]
-    done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
-    return done.returncode, done.stdout
+    child = fork_program(PREAMBLE + body, root, directory=root.parent)
+    printed, _ = child.communicate(100)
+    return int(child.returncode or 0), printed
 
 
 @pytest.fixture

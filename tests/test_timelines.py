@@ -20,7 +20,7 @@ from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
 from tests.support.crashjob import Notes, Starts, leftovers
 
-SETTINGS = {"save_storage_interval": 10, "max_ckpt_num": 3, "lease_timeout": 0.5, "lease_interval": 0.2}
+SETTINGS = {"save_storage_interval": 10, "max_ckpt_num": 3}
 
 
 class Root(Starts):

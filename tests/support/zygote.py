@@ -1,4 +1,4 @@
-"""A process that has imported everything and forks jobs, so that starting one costs milliseconds instead of an import.
+"""A process that has imported everything and forks jobs, so that a start costs milliseconds instead of an import.
 
 The jobs are real processes: they have their own process group, environment and standard error, end as interpreters end
 (atexit handlers, exit codes), and are killed as any other. Only who started them differs: torchrun starts some in
@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -41,9 +42,20 @@ class Zygote:
         self._unread = b""
         atexit.register(self.stop)
 
-    def fork(self, arguments: list[str], environment: dict[str, str], stderr: Path, group: int = 0) -> Child:
-        """Run job.py with `arguments`, in process group `group` (0: a new one)."""
+    def fork(
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        stderr: Path,
+        group: int = 0,
+        program: str | None = None,
+    ) -> Child:
+        """Run job.py, or the Python source `program`, with `arguments`, in process group `group` (0: a new one).
+
+        What it prints goes to a file beside `stderr`.
+        """
         request = {"arguments": arguments, "environment": environment, "stderr": str(stderr), "group": group}
+        request["program"] = program
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
@@ -91,10 +103,13 @@ class Child:
     def poll(self) -> int | None:
         return self._zygote.status(self.pid, 0.0)
 
-    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         if self._zygote.status(self.pid, 1e6 if timeout is None else timeout) is None:
             raise subprocess.TimeoutExpired("job.py", timeout or 0.0)
-        return None, self._stderr.read_text(errors="replace")
+        paths = (stdout_beside(self._stderr), self._stderr)
+        # A child that was killed at once has not come to making them.
+        printed, said = (path.read_text(errors="replace") if path.exists() else "" for path in paths)
+        return printed, said
 
     @property
     def returncode(self) -> int | None:
@@ -109,6 +124,18 @@ def zygote() -> Zygote:
     if _zygote is None:
         _zygote = Zygote()
     return _zygote
+
+
+def fork_program(program: str, *arguments: object, directory: Path, **environment: str) -> Child:
+    """Run Python source in a process of its own; what it says goes to files in `directory`."""
+    handle, stderr = tempfile.mkstemp(prefix="stderr-", dir=directory)
+    os.close(handle)
+    words = [str(argument) for argument in arguments]
+    return zygote().fork(words, {**os.environ, **environment}, Path(stderr), program=program)
+
+
+def stdout_beside(stderr: Path) -> Path:
+    return Path(f"{stderr}.stdout")
 
 
 # -- in the server -----------------------------------------------------------------------------------------------------
@@ -151,17 +178,26 @@ def become(request: dict[str, Any]) -> None:
     """Be the process that was asked for."""
     from easyckpt import failpoints
 
-    null = os.open(os.devnull, os.O_RDWR)
-    stderr = os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    os.dup2(stderr, 2)
-    os.close(null)
-    os.close(stderr)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    opened = [
+        os.open(os.devnull, os.O_RDONLY),
+        os.open(stdout_beside(Path(request["stderr"])), flags, 0o644),
+        os.open(request["stderr"], flags, 0o644),
+    ]
+    for number, descriptor in enumerate(opened):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv = ["job.py", *request["arguments"]]
     failpoints._armed = failpoints._from_environment()
+
+
+def main_of(request: dict[str, Any]) -> Callable[[], None] | None:
+    if request["program"] is None:
+        return None
+    code = compile(request["program"], "program", "exec")
+    return lambda: exec(code, {"__name__": "__main__"})
 
 
 def end_as_interpreters_do(main: Callable[[], None]) -> NoReturn:
@@ -176,6 +212,7 @@ def end_as_interpreters_do(main: Callable[[], None]) -> NoReturn:
         sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()
     atexit._run_exitfuncs()
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
@@ -190,5 +227,6 @@ if __name__ == "__main__":
     from torch import _dynamo  # noqa: F401 - register_optimizer_step_pre_hook is kept out of torch.compile with it
 
     gc.freeze()
-    become(serve())
-    end_as_interpreters_do(job.main)
+    order = serve()
+    become(order)
+    end_as_interpreters_do(main_of(order) or job.main)
