@@ -122,6 +122,7 @@ class Checkpointer:
             lease=opened.lease,
             lease_interval=config.lease_interval,
             on_lease_lost=self._parts.coordinator.fail,
+            look_after_memory=opened.arena.look_after,
         )
         self._saver = Saver(self._parts)
         self._loader = Loader(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,12 @@ from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.saver import SaverParts
 from easyckpt.saving.scalers import ScalerWatch
+from easyckpt.saving.sizing import expected_bytes
 from easyckpt.saving.slots import TAIL_SLACK_BYTES
 from easyckpt.saving.staging import Stager
 from easyckpt.state.capture import Capture, StateCapture
 from easyckpt.storage.lease import Lease
 from easyckpt.storage.local import LocalStorage
-
-#: Optimizers whose state has another size than two tensors for each parameter.
-STATES_PER_PARAMETER = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Adafactor": 1, "Lion": 1, "ASGD": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +55,6 @@ class OpenedRoot:
     lease: Lease | None
     """Rank 0's."""
     arena: Arena
-    memory_dir: str
-    user: str
 
 
 def uses_cuda() -> bool:
@@ -79,53 +75,24 @@ def open_root(
         events.emit(Warned(message=message))
     node = f"{socket.gethostname()}/{os.stat(directory).st_dev}/{os.stat(directory).st_ino}"
     ranks = settle_locality(ranks, channel, node, config.peer_timeout)
-    user, arena, failure = user_name(), None, None
+    arena: Arena | None = None
+    failure: Exception | None = None
     try:
-        with budget.node_lock(directory, user):
-            share = _budget_share(directory, user, str(identity["arena_id"]), ranks, in_memory)
-        arena = Arena(
-            directory,
-            user,
-            str(identity["arena_id"]),
-            ranks.rank,
-            config.slots,
-            run=str(identity["run"]),
-            incarnation=str(identity["incarnation"]),
-            budget_bytes=share,
-            pin=uses_cuda(),
-        )
-        for view in arena.adopt():
-            view.close()
+        arena = _own_arena(directory, in_memory, identity, ranks, config)
     except (EasyckptError, OSError) as error:
         failure = error
     try:
         all_good(channel, "owning the memory", failure, config.peer_timeout)
         assert arena is not None
-        lease = _new_lease(storage, arena, identity, config) if ranks.rank == 0 else None
-
-        def take() -> None:
-            assert lease is not None
-            lease.acquire(lambda message: events.emit(Warned(message=message)))
-
-        done_by_rank_0(channel, ranks, "taking the lease", take, config.peer_timeout + 2 * config.lease_timeout)
+        lease = _take_lease(storage, arena, identity, ranks=ranks, channel=channel, config=config, events=events)
     except BaseException:
         if arena is not None:
             arena.close(remove=False)
         raise
-    opened = OpenedRoot(
-        storage=storage,
-        run=str(identity["run"]),
-        arena_id=str(identity["arena_id"]),
-        incarnation=str(identity["incarnation"]),
-        lease=lease,
-        arena=arena,
-        memory_dir=directory,
-        user=user,
-    )
-    return opened, ranks
+    return OpenedRoot(storage=storage, lease=lease, arena=arena, **identity), ranks
 
 
-def _identify(storage: LocalStorage) -> dict[str, Any]:
+def _identify(storage: LocalStorage) -> dict[str, str]:
     """Rank 0: the run's identity, written into a new root."""
     if os.path.exists(storage.root) and not os.path.isdir(storage.root):
         raise ForeignFormat(f"{storage.root} is a file, not a directory for checkpoints")
@@ -142,40 +109,65 @@ def _identify(storage: LocalStorage) -> dict[str, Any]:
     }
 
 
-def _budget_share(directory: str, user: str, arena_id: str, ranks: Ranks, in_memory: bool) -> int:
+def _own_arena(
+    directory: str, in_memory: bool, identity: Mapping[str, str], ranks: Ranks, config: CheckpointConfig
+) -> Arena:
+    """The arena of this rank, with what dead processes have left in it."""
+    user, arena_id = user_name(), identity["arena_id"]
+    with budget.node_lock(directory, user):
+        share = _budget_share(directory, user, arena_id, ranks) if in_memory else 0
+    arena = Arena(
+        directory,
+        user,
+        arena_id,
+        ranks.rank,
+        config.slots,
+        run=identity["run"],
+        incarnation=identity["incarnation"],
+        budget_bytes=share,
+        pin=uses_cuda(),
+    )
+    try:
+        for view in arena.adopt():
+            view.close()
+    except BaseException:
+        arena.close(remove=False)
+        raise
+    return arena
+
+
+def _budget_share(directory: str, user: str, arena_id: str, ranks: Ranks) -> int:
     """Bytes of shared memory for this rank; what this arena's ranks hold already counts as theirs."""
-    if not in_memory:
-        return 0
     usable = budget.available(directory).usable + budget.held_bytes(directory, user, arena_id)
     return usable // ranks.local_world_size
 
 
-def _new_lease(storage: LocalStorage, arena: Arena, identity: Mapping[str, Any], config: CheckpointConfig) -> Lease:
-    owner = layout.owner_file(arena.user, str(identity["arena_id"]), arena.rank)
-    return Lease(
+def _take_lease(
+    storage: LocalStorage,
+    arena: Arena,
+    identity: Mapping[str, str],
+    *,
+    ranks: Ranks,
+    channel: Channel,
+    config: CheckpointConfig,
+    events: EventLog,
+) -> Lease | None:
+    """The right to write the root, which rank 0 takes for all."""
+    owner = layout.owner_file(arena.user, arena.arena_id, arena.rank)
+    lease = Lease(
         storage,
         root_lock_path=os.path.join(arena.directory, owner),
-        incarnation=str(identity["incarnation"]),
-        run=str(identity["run"]),
+        incarnation=identity["incarnation"],
+        run=identity["run"],
         timeout=config.lease_timeout,
         is_free=OwnerLock.is_free,
     )
 
+    def take() -> None:
+        lease.acquire(lambda message: events.emit(Warned(message=message)))
 
-def expected_bytes(capture_bytes: int, optimizers: Iterable[torch.optim.Optimizer], factor: float | None) -> int:
-    """How large the image will be once every optimizer has its state; `capture_bytes` is its size now."""
-    parameters = grown = 0
-    for optimizer in optimizers:
-        states = STATES_PER_PARAMETER.get(type(optimizer).__name__, 2)
-        for group in optimizer.param_groups:
-            sizes = [p.numel() * p.element_size() + 8 for p in group["params"] if p not in optimizer.state]
-            if states == 1 and type(optimizer).__name__ == "SGD" and not group.get("momentum"):
-                continue
-            parameters += sum(sizes)
-            grown += states * sum(sizes)
-    if factor is not None:
-        return max(capture_bytes, int(capture_bytes + (factor - 1) * parameters))
-    return capture_bytes + grown
+    done_by_rank_0(channel, ranks, "taking the lease", take, config.peer_timeout + 2 * config.lease_timeout)
+    return lease if ranks.rank == 0 else None
 
 
 def committed_by(storage: LocalStorage, naming: layout.NamingScheme) -> Callable[[Flush], bool]:
@@ -188,14 +180,14 @@ def committed_by(storage: LocalStorage, naming: layout.NamingScheme) -> Callable
     return look
 
 
-def dead_peers(opened: OpenedRoot, ranks: Ranks) -> list[int]:
+def dead_peers(arena: Arena, ranks: Ranks) -> list[int]:
     """Ranks of this node whose processes have certainly ended: nobody holds their arena's lock."""
-    return [
-        rank
-        for rank in range(ranks.world_size)
-        if rank != ranks.rank
-        and OwnerLock.is_free(os.path.join(opened.memory_dir, layout.owner_file(opened.user, opened.arena_id, rank)))
-    ]
+
+    def has_died(rank: int) -> bool:
+        owner = layout.owner_file(arena.user, arena.arena_id, rank)
+        return OwnerLock.is_free(os.path.join(arena.directory, owner)) is True
+
+    return [rank for rank in range(ranks.world_size) if rank != ranks.rank and has_died(rank)]
 
 
 def join(
@@ -212,19 +204,7 @@ def join(
 ) -> SaverParts:
     """Build the saving half around an opened root."""
     naming = layout.NativeNaming()
-    lease = opened.lease
-    context = CommitContext(
-        storage=opened.storage, naming=naming, check_lease=lease.check if lease is not None else lambda: None
-    )
-    flusher = Flusher(
-        context,
-        ranks,
-        opened.run,
-        keep_newest=config.max_ckpt_num,
-        min_free_bytes=config.min_free_bytes,
-        emit=events.emit,
-        metrics_of=metrics.of_step,
-    )
+    flusher = _make_flusher(opened, naming, config, ranks, events=events, metrics=metrics)
     parts = CoordinatorParts(
         ranks=ranks,
         mailbox=mailbox,
@@ -233,19 +213,69 @@ def join(
         config=config,
         emit=events.emit,
         committed_by=committed_by(opened.storage, naming),
-        dead_peers=lambda: dead_peers(opened, ranks),
+        dead_peers=lambda: dead_peers(opened.arena, ranks),
     )
     coordinator = Coordinator(parts, incarnation=opened.incarnation)
+    return SaverParts(
+        config=config,
+        ranks=ranks,
+        channel=channel,
+        storage=opened.storage,
+        naming=naming,
+        run=opened.run,
+        arena_id=opened.arena_id,
+        incarnation=opened.incarnation,
+        capture=capture,
+        arena=opened.arena,
+        stager=_make_stager(opened.arena, coordinator, capture, scalers, config=config, events=events),
+        accumulation=AccumulationWatch(capture.optimizers()),
+        coordinator=coordinator,
+        flusher=flusher,
+        events=events,
+        metrics=metrics,
+        mailbox=mailbox,
+    )
 
+
+def _make_flusher(
+    opened: OpenedRoot,
+    naming: layout.NamingScheme,
+    config: CheckpointConfig,
+    ranks: Ranks,
+    *,
+    events: EventLog,
+    metrics: Metrics,
+) -> Flusher:
+    check = opened.lease.check if opened.lease is not None else lambda: None
+    return Flusher(
+        CommitContext(storage=opened.storage, naming=naming, check_lease=check),
+        ranks,
+        opened.run,
+        keep_newest=config.max_ckpt_num,
+        min_free_bytes=config.min_free_bytes,
+        emit=events.emit,
+        metrics_of=metrics.of_step,
+    )
+
+
+def _make_stager(
+    arena: Arena,
+    coordinator: Coordinator,
+    capture: StateCapture,
+    scalers: Sequence[torch.amp.GradScaler],
+    *,
+    config: CheckpointConfig,
+    events: EventLog,
+) -> Stager:
     def sealed(step: int, slot: Slot) -> None:
-        opened.arena.release(slot)
+        arena.release(slot)
         coordinator.sealed(step)
 
     def discarded(step: int, slot: Slot, reason: str) -> None:
-        opened.arena.release(slot)
+        arena.release(slot)
         coordinator.lacks(step, f"its snapshot was discarded: {reason}")
 
-    stager = Stager(
+    return Stager(
         make_copier(uses_cuda()),
         optimizers=capture.optimizers(),
         scalers=ScalerWatch(scalers),
@@ -254,25 +284,6 @@ def join(
         emit=events.emit,
         on_sealed=sealed,
         on_discarded=discarded,
-    )
-    return SaverParts(
-        config=config,
-        ranks=ranks,
-        channel=channel,
-        mailbox=mailbox,
-        storage=opened.storage,
-        naming=naming,
-        run=opened.run,
-        arena_id=opened.arena_id,
-        incarnation=opened.incarnation,
-        capture=capture,
-        arena=opened.arena,
-        stager=stager,
-        accumulation=AccumulationWatch(capture.optimizers()),
-        coordinator=coordinator,
-        flusher=flusher,
-        events=events,
-        metrics=metrics,
     )
 
 

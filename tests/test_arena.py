@@ -19,7 +19,8 @@ from easyckpt.errors import RootInUse, StorageError, UsageError
 from easyckpt.format import layout
 from easyckpt.memory.arena import Arena, OwnerLock, find_slots
 from easyckpt.memory.header import HEADER_BYTES, SlotMeta
-from easyckpt.memory.slot import PrivateSlot, Slot
+from easyckpt.memory.private_slot import PrivateSlot
+from easyckpt.memory.slot import Slot
 
 __all__ = ["tmpfs"]
 

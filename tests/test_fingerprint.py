@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from easyckpt.saving.fingerprint import SMALL_BYTES, fingerprint, what_changed
+from easyckpt.saving.fingerprint import SMALL_BYTES, Fingerprints, what_changed
 from easyckpt.state.capture import StateCapture
 
 WIDTH = 160  # a parameter of 100 KB
@@ -40,6 +40,7 @@ class State:
         self.average = {"weight": torch.zeros(WIDTH, WIDTH), "turned": torch.zeros(WIDTH, WIDTH)[::2, ::2], "n": 0}
         self.own = torch.Generator()
         self.small = Foreign(16)
+        self.fingerprints = Fingerprints()
         self.capture = StateCapture(
             {
                 "model": self.model,
@@ -51,7 +52,7 @@ class State:
         )
 
     def now(self) -> Any:
-        return fingerprint(self.capture.capture())
+        return self.fingerprints.of(self.capture.capture())
 
     @property
     def weight(self) -> nn.Parameter:
@@ -105,18 +106,20 @@ def test_a_large_tensor_that_is_fresh_each_time_proves_nothing() -> None:
     """The memory of the one before may have been given out again, at the same address and with the same counter."""
     foreign = Foreign(SMALL_BYTES)
     capture = StateCapture({"foreign": foreign})
+    fingerprints = Fingerprints()
     capture.capture()
-    before = fingerprint(capture.capture())
-    assert what_changed(before, fingerprint(capture.capture())) == ["foreign.value"]
+    before = fingerprints.of(capture.capture())
+    assert what_changed(before, fingerprints.of(capture.capture())) == ["foreign.value"]
 
 
 def test_an_inference_tensor_proves_nothing() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(SMALL_BYTES)
     capture = StateCapture({"box": {"tensor": tensor}})
+    fingerprints = Fingerprints()
     capture.capture()
-    before = fingerprint(capture.capture())
-    assert what_changed(before, fingerprint(capture.capture())) == ["box.tensor"]
+    before = fingerprints.of(capture.capture())
+    assert what_changed(before, fingerprints.of(capture.capture())) == ["box.tensor"]
 
 
 def test_nothing_is_held() -> None:

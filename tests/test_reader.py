@@ -19,7 +19,7 @@ from easyckpt.format.manifest import FileRecord
 from easyckpt.loading import reader
 from easyckpt.loading.reader import open_storage
 from easyckpt.loading.snapshot import open_memory
-from easyckpt.memory.slot import PrivateSlot
+from easyckpt.memory.private_slot import PrivateSlot
 from easyckpt.storage.local import LocalStorage
 from easyckpt.storage.localfile import LocalFileReader
 

@@ -20,7 +20,8 @@ from easyckpt.errors import DamagedCheckpoint, ForeignFormat, FormatError, Newer
 from easyckpt.memory import header, pinned
 from easyckpt.memory.header import HEADER_BYTES, SlotMeta
 from easyckpt.memory.mapping import PAGE, Mapping
-from easyckpt.memory.slot import PrivateSlot, Slot, open_slot, peek
+from easyckpt.memory.private_slot import PrivateSlot
+from easyckpt.memory.slot import Slot, open_slot, peek
 
 __all__ = ["tmpfs"]
 

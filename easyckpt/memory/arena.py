@@ -7,6 +7,7 @@ blocking) where that does not fit either.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection
 
@@ -15,10 +16,19 @@ from easyckpt.errors import RootInUse, UsageError
 from easyckpt.format import layout
 from easyckpt.memory.adoption import find_slots, take_over
 from easyckpt.memory.owner import OwnerLock
+from easyckpt.memory.place import user_name
 from easyckpt.memory.slot import Slot, SlotMeta, SlotView
 from easyckpt.memory.supply import Supply
 
 __all__ = ["Arena", "OwnerLock", "find_slots"]
+
+_log = logging.getLogger("easyckpt")
+_REMOVED = (
+    "rank %d: somebody has removed files of this job in %s: the snapshots in them do NOT survive the death of this "
+    "process, and a restart would go on from storage. New files are made as far as possible. systemd-logind removes a "
+    "user's shared memory when the last session ends: have `loginctl enable-linger %s` run, or RemoveIPC=no set in "
+    "logind.conf"
+)
 
 _OWNED = failpoints.declare("arena.owned", "the arena is owned; nothing in it was looked at")
 _ADOPTED = failpoints.declare("arena.adopted", "the slots of the dead owner are taken over")
@@ -54,6 +64,8 @@ class Arena:
         self._pid = os.getpid()
         self._busy: dict[Slot, int] = {}  # acquired -> its sequence then
         self._closing = False
+        self._renews = self._warned = False
+        """Slots without a name are replaced; it was said that there are such."""
         self._supply = Supply(
             directory,
             self._slot_path,
@@ -132,11 +144,13 @@ class Arena:
                 (slot for slot in self._supply.slots.values() if self._is_free(slot, keep_from, held)),
                 key=lambda slot: -1 if slot.meta is None else slot.meta.step,
             )
-            fitting = [slot for slot in free if slot.image_capacity >= image_bytes]
+            lost = [slot for slot in free if slot.lost and self._renews]  # of no use to a restart: replaced
+            fitting = [slot for slot in free if slot.image_capacity >= image_bytes and slot not in lost]
             chosen = fitting[0] if fitting else None
             surplus = len(self._supply.slots) - self._supply.target
             for slot in free:
-                if slot is not chosen and (slot.image_capacity < self._supply.need[0] or surplus > 0):
+                unfit = slot.image_capacity < self._supply.need[0] or slot in lost
+                if slot is not chosen and (unfit or surplus > 0):
                     surplus -= 1
                     self._give_up(slot)
             if chosen is not None:
@@ -180,6 +194,22 @@ class Arena:
                 dropped.append(meta)
                 slot.clear()
         return dropped
+
+    def look_after(self) -> None:
+        """Notice that somebody has removed files of this arena, and have new ones made. Costs a look at each file."""
+        if self._inert() or self._closing or self._supply.private:
+            return
+        owned = self._lock.is_in_place()
+        lost = [slot for slot in self._all() if not slot.private and not slot.lost and not slot.is_in_place()]
+        if owned and not lost:
+            return
+        for slot in lost:
+            slot.lost = True
+        # Whoever starts this job a second time must not take slots over that are in use here.
+        self._renews = os.path.isdir(self.directory) and (owned or self._lock.take_again())
+        if not self._warned:
+            self._warned = True
+            _log.warning(_REMOVED, self.rank, self.directory, user_name())
 
     def close(self, remove: bool) -> None:
         """Stop the background work and let go of the slots; `remove` their files, else they stay for a restart."""

@@ -78,6 +78,16 @@ class OwnerLock:
             os.close(self._fd)
             self._fd = None
 
+    def is_in_place(self) -> bool:
+        """Whether this object holds the lock, and its file is still at `path`."""
+        with _guard:
+            return self.held and self._fd is not None and self._is_at_path(os.fstat(self._fd))
+
+    def take_again(self) -> bool:
+        """Own `path` anew after somebody has removed the file; False when another process has been quicker."""
+        self.release()
+        return self.try_acquire()
+
     @staticmethod
     def is_free(path: str) -> bool | None:
         """Whether no live process holds the lock on `path`; None when there is no such file or it cannot be told."""

@@ -23,7 +23,7 @@ from easyckpt.memory.header import EMPTY, HEADER_BYTES, SEALED, WRITING, SlotMet
 from easyckpt.memory.mapping import PAGE, Mapping, round_up
 from easyckpt.memory.reading import SlotView, open_slot, peek, read_tail
 
-__all__ = ["PrivateSlot", "Slot", "SlotMeta", "SlotView", "open_slot", "peek"]
+__all__ = ["Slot", "SlotMeta", "SlotView", "open_slot", "peek"]
 
 _CREATE = failpoints.declare("slot.create", "the slot's file exists; it has no size and no header yet")
 _CREATED = failpoints.declare("slot.create.header", "the slot's file has its size, but no header yet")
@@ -43,8 +43,8 @@ class Slot:
     In a forked child every use raises UsageError, and `close` does nothing.
     """
 
-    #: Whether a snapshot in it survives the death of this process.
-    survives = True
+    #: Whether it is memory of this process alone.
+    private = False
 
     def __init__(self, path: str, head: Mapping, tail: Mapping, inode: tuple[int, int] | None) -> None:
         """For `create` and `open`; `head` maps header and image, `tail` the rest."""
@@ -61,6 +61,8 @@ class Slot:
         self._static_key: tuple[str, int] | None = None  # (layout digest, length) of what the tail holds
         self._static_digest = ""
         self._closed = False
+        self.lost = False
+        """Somebody else has removed the file: what is in it dies with this process."""
 
     @classmethod
     def create(cls, path: str, image_capacity: int, tail_capacity: int) -> Slot:
@@ -140,6 +142,19 @@ class Slot:
     def nbytes(self) -> int:
         """All memory of the slot."""
         return self._head.nbytes + self._tail.nbytes
+
+    @property
+    def survives(self) -> bool:
+        """Whether a snapshot in it survives the death of this process, as far as is known."""
+        return not self.private and not self.lost
+
+    def is_in_place(self) -> bool:
+        """Whether the file is still where it was made."""
+        try:
+            found = os.lstat(self.path)
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino) == self._inode
 
     @property
     def meta(self) -> SlotMeta | None:
@@ -260,6 +275,10 @@ class Slot:
         failpoints.hit(_STATIC)
 
     def _grow_tail(self, nbytes: int) -> None:
+        self.lost = self.lost or not os.path.lexists(self.path)
+        if self.lost:
+            self._grow_tail_privately(nbytes)
+            return
         fd, found = open_checked(self.path, os.O_RDWR)
         try:
             if (found.st_dev, found.st_ino) != self._inode:
@@ -272,6 +291,10 @@ class Slot:
             os.close(fd)
         self._replace_tail(tail)
 
+    def _grow_tail_privately(self, nbytes: int) -> None:
+        self._static_key = None  # the new memory does not hold them
+        self._replace_tail(Mapping(None, 0, nbytes))
+
     def _replace_tail(self, tail: Mapping) -> None:
         old, self._tail = self._tail, tail
         self._tail_view = tail.view()
@@ -279,8 +302,7 @@ class Slot:
 
     def _unlink(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            found = os.lstat(self.path)
-            if (found.st_dev, found.st_ino) == self._inode:
+            if self.is_in_place():
                 os.unlink(self.path)
 
     def _check_usable(self) -> None:
@@ -288,30 +310,3 @@ class Slot:
             raise UsageError("this snapshot slot is closed")
         if os.getpid() != self._pid:
             raise UsageError("a forked child cannot use its parent's snapshot slots")
-
-
-class PrivateSlot(Slot):
-    """The same over private memory, for where shared memory is too small. Its snapshots die with the process."""
-
-    survives = False
-
-    @classmethod
-    def create(cls, path: str, image_capacity: int, tail_capacity: int) -> PrivateSlot:
-        """Make a new empty slot; `path` only names it. Raises OutOfSpace."""
-        image_capacity = max(PAGE, round_up(image_capacity))
-        head = Mapping(None, 0, HEADER_BYTES + image_capacity)
-        slot = cls(path, head, Mapping(None, 0, max(PAGE, round_up(tail_capacity))), None)
-        slot._page[:] = header.pack_empty(image_capacity)
-        return slot
-
-    @classmethod
-    def open(cls, path: str) -> PrivateSlot:
-        """There is never one to take over."""
-        raise UsageError(f"{path}: private memory cannot be opened")
-
-    def _grow_tail(self, nbytes: int) -> None:
-        self._static_key = None  # the new memory does not hold them
-        self._replace_tail(Mapping(None, 0, nbytes))
-
-    def _unlink(self) -> None:
-        pass

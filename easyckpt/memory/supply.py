@@ -13,7 +13,8 @@ from easyckpt.errors import EasyckptError, OutOfSpace, StorageError
 from easyckpt.memory import budget
 from easyckpt.memory.header import HEADER_BYTES
 from easyckpt.memory.mapping import PAGE, round_up
-from easyckpt.memory.slot import PrivateSlot, Slot
+from easyckpt.memory.private_slot import PrivateSlot
+from easyckpt.memory.slot import Slot
 
 _REPLACED = failpoints.declare("supply.removed", "a slot that was too small is removed; the larger one is not made")
 _PREPARED = failpoints.declare("supply.prepared", "a slot is made and populated, but not yet in use")
@@ -167,7 +168,7 @@ class Supply:
     def _private_limit(self) -> int:
         if self._private_budget is not None:
             return self._private_budget
-        held = sum(slot.nbytes for slot in self.slots.values() if not slot.survives)
+        held = sum(slot.nbytes for slot in self.slots.values() if slot.private)
         return held + budget.available(self._directory).private_usable
 
     # In the background.
@@ -191,7 +192,7 @@ class Supply:
             return again
 
     def _prepare(self) -> None:
-        """Remove what is too small or too much, make what is missing, prepare what was taken over."""
+        """Remove what is too small, too much or without a name, make what is missing, prepare what was taken over."""
         self._discard_unfit()
         while self._may_make():
             if not self._make():
@@ -205,7 +206,7 @@ class Supply:
     def _discard_unfit(self) -> None:
         with self.state:
             idle = [slot for slot in self.slots.values() if self._idle(slot)]
-            unfit = [slot for slot in idle if slot.image_capacity < self.need[0]]
+            unfit = [slot for slot in idle if slot.image_capacity < self.need[0] or slot.lost]
             surplus = max(0, len(self.slots) - len(unfit) - self.target)
             unfit += [slot for slot in idle if slot not in unfit][:surplus]
             for slot in unfit:
@@ -218,7 +219,7 @@ class Supply:
         with self.state:
             if self._stopping or not self.need[0] or len(self.slots) >= self.target:
                 return False
-            taken = sum(slot.nbytes for slot in self.slots.values() if slot.survives)
+            taken = sum(slot.nbytes for slot in self.slots.values() if not slot.private)
             # Otherwise wait until an older, smaller slot is not needed any more.
             return self.private or taken + self._slot() <= self._budget
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from easyckpt.saving.fingerprint import Fingerprint, fingerprint, what_changed
+from easyckpt.saving.fingerprint import Fingerprint, Fingerprints, what_changed
 from easyckpt.saving.staging import Stager
 from easyckpt.saving.window import listed
 from easyckpt.state.capture import Capture, StateCapture
@@ -26,6 +26,7 @@ class CatchUp:
 
     def __init__(self, capture: StateCapture, stager: Stager) -> None:
         self._capture, self._stager = capture, stager
+        self._fingerprints = Fingerprints()
         self.skipped: Skipped | None = None
 
     def forget(self) -> None:
@@ -34,7 +35,7 @@ class CatchUp:
 
     def remember(self, step: int, capture: Capture, reason: str) -> None:
         """The snapshot of `step` was skipped for `reason`; `capture` is of this moment."""
-        self.skipped = Skipped(step, reason, fingerprint(capture), self._stager.steps_seen)
+        self.skipped = Skipped(step, reason, self._fingerprints.of(capture), self._stager.steps_seen)
 
     def capture(self) -> Capture | str:
         """The state now, if it is provably still that of the skipped step; else what is not."""
@@ -42,5 +43,5 @@ class CatchUp:
         if self._stager.steps_seen != self.skipped.optimizer_steps:
             return "an optimizer has stepped since"
         capture = self._capture.capture()
-        changed = what_changed(self.skipped.state, fingerprint(capture))
+        changed = what_changed(self.skipped.state, self._fingerprints.of(capture))
         return f"{listed(changed)} changed since, or may have" if changed else capture

@@ -6,8 +6,8 @@ must be the same memory with the same version counter, and in the few words that
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,28 +43,59 @@ class Fingerprint:
     words: torch.Tensor
 
 
-def fingerprint(capture: Capture) -> Fingerprint:
-    """Of the state as it is right now; `capture` was taken just before."""
-    leaves, sources, pointers = capture.layout.leaves, capture.sources, capture.pointers
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What of a layout can be known beforehand."""
+
+    facts: object
+    small: list[int]
+    others: list[int]
+    places: torch.Tensor
+    """Where to look in each of the others: the first, a middle and the last word, as far as the host can."""
+    blind: torch.Tensor
+    """Which of them the host cannot look into so: on a GPU, too small, or not one block."""
+
+
+class Fingerprints:
+    """Takes fingerprints of one state; what stays the same from one to the next is looked up once."""
+
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+
+    def of(self, capture: Capture) -> Fingerprint:
+        """Of the state as it is right now; `capture` was taken just before."""
+        plan = self._plan
+        if plan is None or plan.facts is not capture.early:
+            plan = self._plan = _make_plan(capture)
+        pointers = [capture.pointers[number] for number in plan.others]
+        sources = [capture.sources[number] for number in plan.others]
+        return Fingerprint(
+            layout=capture.layout,
+            objects=capture.objects,
+            values={number: _digest(capture, number) for number in plan.small},
+            others=plan.others,
+            memory=list(map(weakref.ref, map(torch.Tensor.untyped_storage, sources))),
+            pointers=pointers,
+            versions=_versions(sources),
+            words=_words(plan, pointers),
+        )
+
+
+def _make_plan(capture: Capture) -> _Plan:
+    leaves = capture.layout.leaves
     small: list[int] = []
     total = 0
     for number in capture.early:
-        nbytes = leaves[number].nbytes
-        if nbytes <= SMALL_BYTES and total + nbytes <= SMALL_TOTAL_BYTES and sources[number].device.type == "cpu":
+        leaf = leaves[number]
+        if leaf.device == "cpu" and leaf.nbytes <= SMALL_BYTES and total + leaf.nbytes <= SMALL_TOTAL_BYTES:
             small.append(number)
-            total += nbytes
+            total += leaf.nbytes
     chosen = set(small)
     others = [number for number in range(len(leaves)) if number not in chosen]
-    return Fingerprint(
-        layout=capture.layout,
-        objects=capture.objects,
-        values={number: _digest(capture, number) for number in small},
-        others=others,
-        memory=[weakref.ref(sources[number].untyped_storage()) for number in others],
-        pointers=[pointers[number] for number in others],
-        versions=[_version(sources[number]) for number in others],
-        words=_words(capture, others),
-    )
+    last = torch.tensor([max(0, leaves[number].nbytes // WORD - 1) for number in others], dtype=torch.int64)
+    places = torch.stack([torch.zeros_like(last), last // 2, last], dim=1) * WORD
+    blind = [n in capture.strided or leaves[n].device != "cpu" or leaves[n].nbytes < WORD for n in others]
+    return _Plan(capture.early, small, others, places, torch.tensor(blind, dtype=torch.bool))
 
 
 def what_changed(before: Fingerprint, now: Fingerprint) -> list[str]:
@@ -96,35 +127,28 @@ def _steady(before: Fingerprint, now: Fingerprint) -> list[bool]:
 
 def _digest(capture: Capture, number: int) -> int:
     nbytes = capture.layout.leaves[number].nbytes
-    if not nbytes:
-        return 0
+    if not nbytes or number not in capture.strided:
+        return xxhash.xxh3_64_intdigest(ctypes.string_at(capture.pointers[number], nbytes))
     copy = bytearray(nbytes)
-    address = torch.frombuffer(copy, dtype=torch.uint8).data_ptr()
-    if number in capture.strided:
-        raw_memory.move_strided(address, capture.sources[number], nbytes)
-    else:
-        raw_memory.move(address, capture.pointers[number], nbytes)
+    raw_memory.move_strided(torch.frombuffer(copy, dtype=torch.uint8).data_ptr(), capture.sources[number], nbytes)
     return xxhash.xxh3_64_intdigest(copy)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return _NO_COUNTER if tensor.is_inference() else version_of(tensor)
+def _versions(sources: list[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(version_of, sources))
+    except RuntimeError:  # some are inference tensors
+        return [_NO_COUNTER if source.is_inference() else version_of(source) for source in sources]
 
 
-def _words(capture: Capture, numbers: Sequence[int]) -> torch.Tensor:
-    """The first, a middle and the last word of each leaf that is one block of host memory; of others always zero."""
-    rows = []
-    for number in numbers:
-        begin, nbytes = capture.pointers[number], capture.layout.leaves[number].nbytes
-        on_host = capture.sources[number].device.type == "cpu" and number not in capture.strided
-        if on_host and nbytes >= WORD and begin % WORD == 0:
-            last = nbytes // WORD - 1
-            rows.append([begin, begin + last // 2 * WORD, begin + last * WORD])
-        else:
-            rows.append([_ZERO.data_ptr()] * 3)
-    return raw_memory.words_at(torch.tensor(rows, dtype=torch.int64).view(-1)).view(-1, 3)
+def _words(plan: _Plan, pointers: list[int]) -> torch.Tensor:
+    begins = torch.tensor(pointers, dtype=torch.int64)
+    blind = plan.blind | (begins % WORD != 0)
+    addresses = torch.where(blind.view(-1, 1), _ZERO.data_ptr(), begins.view(-1, 1) + plan.places)
+    return raw_memory.words_at(addresses.view(-1)).view(-1, 3)
 
 
+#: What is read where nothing can be.
 _ZERO = torch.zeros(1, dtype=torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""A slow background thread for what no one waits for: event logs, metrics, the lease."""
+"""A slow background thread for what no one waits for: event logs, metrics, the lease, files that somebody removes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from easyckpt.storage.lease import Lease
 logger = logging.getLogger("easyckpt")
 
 PERIOD_SECONDS = 0.2
+MEMORY_PERIOD_SECONDS = 5.0
 
 
 class Housekeeper:
@@ -30,10 +31,12 @@ class Housekeeper:
         lease: Lease | None,
         lease_interval: float,
         on_lease_lost: Callable[[EasyckptError], None],
+        look_after_memory: Callable[[], None],
     ) -> None:
         self._events, self._metrics, self._storage = events, metrics, storage
         self._lease, self._lease_interval, self._on_lease_lost = lease, lease_interval, on_lease_lost
-        self._renewed = time.monotonic()
+        self._look_after_memory = look_after_memory
+        self._renewed = self._looked = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="easyckpt-housekeeper", daemon=True)
         self._thread.start()
@@ -56,6 +59,12 @@ class Housekeeper:
                 self._metrics.write(self._storage)
             except (EasyckptError, OSError) as error:
                 logger.warning("writing metrics failed: %s", error)
+        if time.monotonic() - self._looked >= MEMORY_PERIOD_SECONDS:
+            self._looked = time.monotonic()
+            try:
+                self._look_after_memory()
+            except (EasyckptError, OSError) as error:
+                logger.warning("looking after the memory tier failed, will try again: %s", error)
         if self._lease is not None and time.monotonic() - self._renewed >= self._lease_interval:
             self._renewed = time.monotonic()
             self._renew(self._lease)

@@ -64,7 +64,6 @@ class Saver:
         self._origin: Origin | None = None
         self._warned: set[str] = set()
         self._warned_of_accumulation = False
-        self._first = True
         self._staged = -1
         self._slots = Slots(parts.arena, parts.coordinator.ledger, parts.config)
         self._catch_up = CatchUp(parts.capture, parts.stager)

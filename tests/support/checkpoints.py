@@ -11,7 +11,8 @@ import torch
 from easyckpt.format import layout as names
 from easyckpt.format.image import LeafSpec, dtype_name, plan_layout
 from easyckpt.format.manifest import FileRecord, Manifest, RootRecord, Timeline
-from easyckpt.memory.slot import PrivateSlot, SlotMeta, SlotView
+from easyckpt.memory.private_slot import PrivateSlot
+from easyckpt.memory.slot import SlotMeta, SlotView
 from easyckpt.saving.writer import ShardWriter
 from easyckpt.storage.local import LocalStorage
 
