@@ -16,11 +16,12 @@ from typing import Protocol
 import torch
 
 from easyckpt import failpoints
-from easyckpt.format.image import ITEM_BYTES, Layout, Leaf
+from easyckpt.format.image import Layout
 from easyckpt.memory.slot import Slot
 from easyckpt.saving import raw_memory
 from easyckpt.saving.gathering import WORTH_IT, Gather, is_tiny
-from easyckpt.saving.raw_memory import SMALL_BYTES, WORD
+from easyckpt.saving.probes import PROBED_AT_ONCE, PROBES, Probes, can_be_probed, probed_offsets
+from easyckpt.saving.raw_memory import SMALL_BYTES
 from easyckpt.saving.worker import Worker
 from easyckpt.state.capture import Capture
 
@@ -29,11 +30,6 @@ LATE_COPY = failpoints.declare("staging.copy", "one tensor is about to be copied
 #: Tensors below this size are copied at once, as long as all of them together stay below SMALL_TOTAL_BYTES.
 SMALL_LEAVES = (32 << 10, 16 << 10, 8 << 10, 4 << 10, 2 << 10, 1 << 10)
 SMALL_TOTAL_BYTES = 8 << 20
-#: Words looked at in each late leaf: in its first and last element, and in others in between.
-PROBES = 4
-#: Stays below torch's grain size: above it the background thread would start an OpenMP pool of its own.
-PROBED_AT_ONCE = 8 << 10
-GOLDEN_RATIO = 0.6180339887
 
 version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
@@ -131,24 +127,6 @@ class Arrival:
         self._sources, self._numbers, self._versions = [], [], []
 
 
-class _Probes:
-    """Where to look, in the order of the late leaves: PROBES times each."""
-
-    def __init__(self, offsets: list[int], places: list[int]) -> None:
-        self._offsets = torch.tensor(offsets, dtype=torch.int64).view(-1, PROBES)
-        self.places = torch.tensor(places, dtype=torch.int64)
-        """In the image."""
-        self._pointers: list[int] = []
-        self._addresses = self._offsets.view(-1)
-
-    def words(self, pointers: list[int]) -> torch.Tensor:
-        """What is there now, in leaves that begin at `pointers`."""
-        if pointers != self._pointers:
-            self._pointers = pointers
-            self._addresses = (torch.tensor(pointers, dtype=torch.int64).view(-1, 1) + self._offsets).view(-1)
-        return raw_memory.words_at(self._addresses)
-
-
 @dataclass(slots=True)
 class _CopyPlan:
     """What of a layout's copying can be known beforehand. Holds no tensor of the user's."""
@@ -161,7 +139,7 @@ class _CopyPlan:
     early_strided: list[tuple[int, int, int]]
     late_numbers: list[int]
     late_moves: list[tuple[int, int]]  # offset, size
-    probes: _Probes
+    probes: Probes
 
 
 class CpuCopyJob(Arrival):
@@ -278,13 +256,13 @@ def differing_on_cpu(live: LiveLeaves, slot: Slot) -> list[int]:
 
 def _make_plan(capture: Capture, late: Sequence[int]) -> _CopyPlan:
     leaves = capture.layout.leaves
-    _, numbers = small_leaves_first(capture.layout, [n for n in late if _can_be_probed(capture, n)])
+    _, numbers = small_leaves_first(capture.layout, [n for n in late if can_be_probed(capture, n)])
     chosen = set(numbers)
     early = [(n, leaf.offset, leaf.nbytes) for n, leaf in enumerate(leaves) if n not in chosen and leaf.nbytes]
     tiny = [move[0] for move in early if is_tiny(capture, move[0])]
     gathered = set(tiny) if len(tiny) >= WORTH_IT else set()
     dense = [move for move in early if move[0] not in capture.strided and move[0] not in gathered]
-    offsets = [offset for number in numbers for offset in _probed(leaves[number])]
+    offsets = [offset for number in numbers for offset in probed_offsets(leaves[number])]
     starts = [leaves[number].offset for number in numbers for _ in range(PROBES)]
     return _CopyPlan(
         facts=capture.early,
@@ -295,19 +273,5 @@ def _make_plan(capture: Capture, late: Sequence[int]) -> _CopyPlan:
         early_strided=[move for move in early if move[0] in capture.strided],
         late_numbers=numbers,
         late_moves=[(leaves[number].offset, leaves[number].nbytes) for number in numbers],
-        probes=_Probes(offsets, [start + offset for start, offset in zip(starts, offsets, strict=True)]),
+        probes=Probes(offsets, [start + offset for start, offset in zip(starts, offsets, strict=True)]),
     )
-
-
-def _can_be_probed(capture: Capture, number: int) -> bool:
-    leaf = capture.layout.leaves[number]
-    return not (capture.pointers[number] % WORD or leaf.offset % WORD) and leaf.nbytes >= 4 * WORD * PROBES
-
-
-def _probed(leaf: Leaf) -> list[int]:
-    """Offsets of some words of the leaf, the same ones at each plan."""
-    item = max(ITEM_BYTES[leaf.dtype], WORD)
-    last = leaf.nbytes // item - 1
-    between = [int(last * (number * GOLDEN_RATIO % 1)) for number in range(1, PROBES - 1)]
-    # Of a long item, now the low and now the high words: a factor of two changes the high one only.
-    return [item * element + number * WORD % item for number, element in enumerate((0, *between, last))]

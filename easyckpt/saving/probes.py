@@ -1,0 +1,49 @@
+"""Some words of each late leaf, read at the capture and again in the copy: whoever wrote in between is found out."""
+
+from __future__ import annotations
+
+import torch
+
+from easyckpt.format.image import ITEM_BYTES, Leaf
+from easyckpt.saving import raw_memory
+from easyckpt.saving.raw_memory import WORD
+from easyckpt.state.capture import Capture
+
+#: Words looked at in each late leaf: in its first and last element, and in others in between.
+PROBES = 4
+#: Stays below torch's grain size: above it the background thread would start an OpenMP pool of its own.
+PROBED_AT_ONCE = 8 << 10
+GOLDEN_RATIO = 0.6180339887
+
+
+class Probes:
+    """Where to look, in the order of some leaves: PROBES times each."""
+
+    def __init__(self, offsets: list[int], places: list[int]) -> None:
+        self._offsets = torch.tensor(offsets, dtype=torch.int64).view(-1, PROBES)
+        self.places = torch.tensor(places, dtype=torch.int64)
+        """In the image."""
+        self._pointers: list[int] = []
+        self._addresses = self._offsets.view(-1)
+
+    def words(self, pointers: list[int]) -> torch.Tensor:
+        """What is there now, in leaves that begin at `pointers`."""
+        if pointers != self._pointers:
+            self._pointers = pointers
+            self._addresses = (torch.tensor(pointers, dtype=torch.int64).view(-1, 1) + self._offsets).view(-1)
+        return raw_memory.words_at(self._addresses)
+
+
+def can_be_probed(capture: Capture, number: int) -> bool:
+    """Whether a leaf is large enough, and lies so that words of it can be read, in memory and in the image."""
+    leaf = capture.layout.leaves[number]
+    return not (capture.pointers[number] % WORD or leaf.offset % WORD) and leaf.nbytes >= 4 * WORD * PROBES
+
+
+def probed_offsets(leaf: Leaf) -> list[int]:
+    """Offsets of some words of the leaf, the same ones at each plan."""
+    item = max(ITEM_BYTES[leaf.dtype], WORD)
+    last = leaf.nbytes // item - 1
+    between = [int(last * (number * GOLDEN_RATIO % 1)) for number in range(1, PROBES - 1)]
+    # Of a long item, now the low and now the high words: a factor of two changes the high one only.
+    return [item * element + number * WORD % item for number, element in enumerate((0, *between, last))]
