@@ -268,6 +268,19 @@ def test_back_pressure_skip_never_waits_and_counts(root, tmp_path):
     assert committed(root) == [5, 20]
 
 
+def test_the_newest_whole_snapshot_is_kept_while_a_flush_holds_the_only_other_slot(root, tmp_path):
+    hold = tmp_path / "hold"
+    failpoints.arm(f"writer.shard.begin=hold:{hold}")
+    training, _ = start(root, save_storage_interval=5, slots=2, overlap=False)
+    with training.checkpointer as checkpointer:
+        training.to(5)
+        until(hold.exists)
+        training.to(8, 5)  # a kill while 7 is written over 6 would leave 5
+        assert [meta.step for meta in checkpointer._parts.arena.sealed()] == [5, 6]
+        assert checkpointer.stats().counts["SnapshotSkipped"] == 2
+        hold.with_suffix(".go").touch()
+
+
 @pytest.mark.parametrize("place", ["writer.shard.chunk", "writer.index.written", "commit.rename.before"])
 def test_a_failed_background_save_raises_at_a_later_call_and_again_nothing_is_lost(root, place):
     training, _ = start(root)
