@@ -305,6 +305,19 @@ def test_a_skip_of_the_due_flush_is_not_the_end_of_a_save_of_the_same_step(root,
     assert committed(root) == [5, 10]
 
 
+def test_the_newest_whole_snapshot_is_kept_while_a_flush_holds_the_only_other_slot(root, tmp_path):
+    hold = tmp_path / "hold"
+    failpoints.arm(f"writer.shard.begin=hold:{hold}")
+    training, _ = start(root, save_storage_interval=5, slots=2, overlap=False)
+    with training.checkpointer as checkpointer:
+        training.to(5)
+        until(hold.exists)
+        training.to(8, 5)  # a kill while 7 is written over 6 would leave 5
+        assert [meta.step for meta in checkpointer._parts.arena.sealed()] == [5, 6]
+        assert checkpointer.stats().counts["SnapshotSkipped"] == 2
+        hold.with_suffix(".go").touch()
+
+
 @pytest.mark.parametrize("place", ["writer.shard.chunk", "writer.index.written", "commit.rename.before"])
 def test_a_failed_background_save_raises_at_a_later_call_and_again_nothing_is_lost(root, place):
     training, _ = start(root)
