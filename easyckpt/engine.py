@@ -38,6 +38,8 @@ from easyckpt.state.rng import RNG, RngComponent, put_back
 DATA = "easyckpt.data"
 #: Seconds that background threads get to write out logs and let go at the end.
 FAREWELL_SECONDS = 10.0
+#: Seconds that logs get before a signal takes its effect.
+LAST_WORDS_SECONDS = 1.0
 
 
 class Checkpointer:
@@ -346,12 +348,18 @@ class Checkpointer:
             message = "signals are not watched: the Checkpointer was not made on the main thread"
             self._events.emit(Warned(message=message))
             return None
-        coordinator = self._parts.coordinator
+        coordinator, housekeeper = self._parts.coordinator, self._housekeeper
+
+        def wait(seconds: float) -> bool:
+            in_time = coordinator.emergency_over.wait(seconds)
+            housekeeper.write_now(LAST_WORDS_SECONDS)  # the signal may end the process without another chance
+            return in_time
+
         return SignalWatcher(
             self._config.signals,
             deadline=self._config.signal_deadline,
             announce=coordinator.announce_emergency,
-            wait=coordinator.emergency_over.wait,
+            wait=wait,
             takes_over=lambda: self._watches_preempted,
         )
 

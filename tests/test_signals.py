@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -229,3 +230,16 @@ while True:
     assert code == -signal.SIGTERM
     assert time.time() - float(output) < 30
     assert list(root.glob("step-*"))
+
+
+def test_what_the_signal_has_saved_stands_in_the_logs_when_the_process_is_gone(root):
+    """The default effect of the signal ends the process at once: what is not written by then never is."""
+    body = """
+checkpointer = make()
+os.kill(os.getpid(), signal.SIGTERM)
+settle(60)
+"""
+    assert run(root, body) == (-signal.SIGTERM, "")
+    (committed,) = root.glob("step-*")
+    events = [json.loads(line) for line in (root / "events/rank-00000.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "FlushCommitted"] == [int(committed.name[5:])]

@@ -38,18 +38,30 @@ class Housekeeper:
         self._look_after_memory = look_after_memory
         self._renewed = self._looked = time.monotonic()
         self._stopping = threading.Event()
+        self._hurry, self._written = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="easyckpt-housekeeper", daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float | None) -> bool:
         """Write out what is left and end; False when storage does not let it within `timeout` seconds."""
         self._stopping.set()
+        self._hurry.set()
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def write_now(self, timeout: float) -> bool:
+        """Have everything written that was said so far; False when storage does not let it within `timeout` seconds."""
+        self._written.clear()
+        self._hurry.set()
+        return self._written.wait(timeout)
+
     def _run(self) -> None:
-        while not self._stopping.wait(PERIOD_SECONDS):
+        while not self._stopping.is_set():
+            asked = self._hurry.wait(PERIOD_SECONDS)
+            self._hurry.clear()
             self._once()
+            if asked:
+                self._written.set()
         self._once()
 
     def _once(self) -> None:
