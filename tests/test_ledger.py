@@ -1,0 +1,62 @@
+"""What both threads of a rank know: decisions that come before, or between, what training says."""
+
+from __future__ import annotations
+
+import pytest
+
+from easyckpt.config import CheckpointConfig
+from easyckpt.errors import SaveFailed
+from easyckpt.saving.ledger import Ledger
+from easyckpt.saving.messages import Board, Decision
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    """Of a rank that is not rank 0."""
+    return Ledger(None, CheckpointConfig(), alone=False)
+
+
+def hear(ledger: Ledger, number: int, outcome: str, due: int) -> None:
+    decision = Decision(number=number, outcome=outcome, due=due, step=due, reason="busy")
+    for decided, promise in ledger.hear(Board(decisions=(decision,))):
+        if promise is not None:
+            promise.set_result(decided.step)
+
+
+def test_a_decision_that_came_before_this_rank_came_to_the_step_is_the_answer(ledger):
+    hear(ledger, 1, "skipped", 10)
+    with pytest.raises(SaveFailed, match="skipped"):
+        ledger.due(10, forced=False).result(0)
+    assert ledger.pending() == []
+
+
+def test_a_skip_that_came_before_is_no_answer_to_a_save_by_name(ledger):
+    hear(ledger, 1, "skipped", 10)
+    future = ledger.due(10, forced=True)
+    assert not future.done()
+    assert ledger.held() == {10}
+    hear(ledger, 2, "committed", 10)
+    assert future.result(0) == 10
+    assert ledger.held() == set()
+
+
+def test_a_due_step_of_which_there_is_no_snapshot_is_posted_as_missing(ledger):
+    ledger.tell(step=10, wanted=10, lack="")
+    ledger.lacks(10, "no slot is free")
+    assert ledger.post.missing == ()  # it is not due so far
+    ledger.due(10, forced=False)
+    assert (ledger.post.missing, ledger.post.lack) == ((10,), "no slot is free")
+    ledger.lacks(9, "an older one")
+    assert ledger.post.lack == "no slot is free"
+
+
+def test_what_ends_all_saving_decides_all_that_waits(ledger):
+    future = ledger.due(10, forced=True)
+    ledger.end_all(SaveFailed("the lease is lost"))
+    ledger.end_all(SaveFailed("something that follows from it"))
+    for waiting in (future, ledger.due(20, forced=False)):
+        with pytest.raises(SaveFailed, match="the lease is lost"):
+            waiting.result(0)
+    for _ in range(2):
+        with pytest.raises(SaveFailed, match="the lease is lost"):
+            ledger.raise_failure(None)
