@@ -140,9 +140,9 @@ def _check_numbers(
 
 def _element_count(shape: tuple[int, ...]) -> int:
     """The number of elements, not followed beyond what the format can hold. Raises DamagedCheckpoint."""
-    count = 0 if 0 in shape else 1
+    count = 1
     for size in shape:
-        count *= size
+        count *= size or 1  # torch refuses what would be too large if it were not empty, too
         if count > MAX_NUMBER:
             raise DamagedCheckpoint("layout: a tensor larger than any memory")
-    return count
+    return 0 if 0 in shape else count
