@@ -246,7 +246,7 @@ def put(number, name, value):
         put(0, "order", [0, 2]), put(0, "path", "m"), put(0, "path", [{"$": "list"}]), put(0, "path", [[1]]),
         put(0, "path", [{"$": "tensor", "v": 0}]), put(0, "path", [{"$": "set", "v": []}]), put(0, "replicated", 1),
         put(0, "replicated", True), put(0, "device", "../x"), put(0, "dtype", "qint8"), put(0, "dtype", None),
-        put(0, "shape", [2**40, 2**40]), put(0, "shape", [0, 2**70]), put(0, "shape", [2**40, 0, 2**40]), put(1, "offset", 0), put(2, "offset", 28),
+        put(0, "shape", [2**40, 2**40]), put(0, "shape", [0, 2**70]), put(1, "offset", 0), put(2, "offset", 28),
         put(0, "owner", -1), put(0, "owner", "0"), put(0, "owner", None), put(0, "owner", True), put(0, "nbytes", None),
         put(0, "device", None),
         lambda layout: layout.update(own_bytes=32), lambda layout: layout.update(image_bytes=2**80),

@@ -140,9 +140,11 @@ def _check_numbers(
 
 def _element_count(shape: tuple[int, ...]) -> int:
     """The number of elements, not followed beyond what the format can hold. Raises DamagedCheckpoint."""
-    count = 1
+    if max(shape, default=0) > MAX_NUMBER:  # of an empty tensor, too: torch could not make it
+        raise DamagedCheckpoint("layout: a dimension larger than any memory")
+    count = 0 if 0 in shape else 1
     for size in shape:
-        count *= size or 1  # torch refuses what would be too large if it were not empty, too
+        count *= size
         if count > MAX_NUMBER:
             raise DamagedCheckpoint("layout: a tensor larger than any memory")
-    return 0 if 0 in shape else count
+    return count
