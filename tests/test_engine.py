@@ -377,6 +377,34 @@ def test_a_failure_on_a_line_that_was_left_does_not_come_back_at_the_end(root):
     assert committed(root) == [10]
 
 
+def lease_gone(root):
+    (root / "lease.json").unlink()
+
+
+def shard_cut(root):
+    (shard,) = root.glob(".step-*/rank-00000.safetensors")
+    os.truncate(shard, shard.stat().st_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "happens", "words"),
+    [("commit.rename.before", lease_gone, "taken over by another job"), ("commit.reported", shard_cut, "has written")],
+)
+def test_what_happens_to_the_root_in_the_middle_of_a_commit_is_seen(root, tmp_path, place, happens, words):
+    hold = tmp_path / "hold"
+    failpoints.arm(f"{place}=hold:{hold}")
+    training, _ = start(root)
+    with pytest.raises(easyckpt.SaveFailed, match=words), training.checkpointer as checkpointer:
+        training.step()
+        future = checkpointer.save(1)
+        until(hold.exists)
+        happens(root)
+        hold.with_suffix(".go").touch()
+        assert words in str(future.exception(60))
+        assert committed(root) == []
+        checkpointer.wait(60)
+
+
 def test_an_error_after_the_rename_is_not_called_failed(root):
     training, _ = start(root)
     failpoints.arm("commit.rename.after=error:EIO")

@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from easyckpt.errors import DamagedCheckpoint, ForeignFormat, FormatError, NewerFormat, UnsupportedValue
@@ -166,7 +166,7 @@ def places(value):
     return found
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.sampled_from(RECORDS), st.data())
 def test_swapped_types_give_only_format_errors(record, data):
     def change(value):

@@ -36,6 +36,9 @@ SETTINGS = {
     "lease_interval": 0.05,
 }
 
+#: A renewal syncs the root, and would make durable what a commit has forgotten to.
+NO_RENEWAL = {"lease_timeout": 1000.0, "lease_interval": 400.0}
+
 
 @dataclass
 class Line:
@@ -116,7 +119,8 @@ class Recording:
         training, number = Training(WIDTH), len(self.lines) + 1
         memory = self.directory / f"memory.{number}"
         memory.mkdir()
-        with Checkpointer(self.storage.root, training.state, memory_dir=str(memory), **SETTINGS) as checkpointer:
+        settings = SETTINGS | NO_RENEWAL
+        with Checkpointer(self.storage.root, training.state, memory_dir=str(memory), **settings) as checkpointer:
             restored = checkpointer.load(step=load_step)
             line = Line(restored.step, number, training.history)
             self.lines.append(line)
@@ -200,7 +204,10 @@ def check(recording: Recording, root: Path, k: int) -> int:
     known = len(record.timelines) if record is not None else 0
     assert known >= max((number + 1 for number, steps in enumerate(facts) if steps), default=0), "a line is forgotten"
     first = record.timelines[0].id if record is not None and known else None
-    for entry in catalog.scan(storage, layout.NativeNaming()).committed():
+    committed = catalog.scan(storage, layout.NativeNaming()).committed()
+    if known and facts[known - 1]:  # under its name, not as a leftover to be rolled forward
+        assert max(facts[known - 1]) in [entry.step for entry in committed], "what was durable is no checkpoint"
+    for entry in committed:
         rotten = k >= recording.rot and entry.step == 6 and entry.timeline == first
         assert rotten or catalog.verify(storage, entry) == [], f"{entry.name} is taken for good"
     training = Training(WIDTH)
