@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import threading
 import time
@@ -34,6 +35,8 @@ from easyckpt.settings import Settings, shows_settings
 from easyckpt.state.capture import StateCapture
 from easyckpt.state.data_position import DataPosition
 from easyckpt.state.rng import RNG, RngComponent, put_back
+
+logger = logging.getLogger("easyckpt")
 
 DATA = "easyckpt.data"
 #: Seconds that background threads get to write out logs and let go at the end.
@@ -185,7 +188,7 @@ class Checkpointer:
                 seconds=seconds,
             )
         )
-        if restored.tier is None:
+        if restored.tier is None and self._ranks.rank == 0:
             self._events.emit(Warned(message=f"nothing to restore in {self._opened.storage.root}: starting at step 0"))
         return restored
 
@@ -352,6 +355,8 @@ class Checkpointer:
 
         def wait(seconds: float) -> bool:
             in_time = coordinator.emergency_over.wait(seconds)
+            newest = coordinator.committed
+            logger.warning("the newest committed step is %s", newest if newest >= 0 else "none")
             housekeeper.write_now(LAST_WORDS_SECONDS)  # the signal may end the process without another chance
             return in_time
 
@@ -364,13 +369,23 @@ class Checkpointer:
         )
 
 
-def restore(root: str | os.PathLike[str], state: Mapping[str, Any], *, step: int | None = None) -> Restored:
+def restore(
+    root: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    components: Collection[str] | None = None,
+) -> Restored:
     """Restore `state` from the newest (or the given) committed step of `root`, read-only.
 
-    For evaluation beside a running job: no lease, no shared memory, nothing on disk changes, and this process's
-    generators stay as they are. Raises what Checkpointer.load raises.
+    For evaluation beside a running job, or old weights for a new run: no lease, no shared memory, nothing on disk
+    changes, and this process's generators stay as they are. `strict` and `components` as for Checkpointer.load, but
+    that components which only the checkpoint has are never asked for. Raises what Checkpointer.load raises.
     """
-    return restore_read_only(os.fspath(root), state, step=step, naming=layout.NativeNaming())
+    return restore_read_only(
+        os.fspath(root), state, step=step, strict=strict, components=components, naming=layout.NativeNaming()
+    )
 
 
 __all__ = ["CheckpointConfig", "Checkpointer", "Restored", "restore"]

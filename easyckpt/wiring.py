@@ -299,8 +299,8 @@ def reserve(now: Capture, capture: StateCapture, opened: OpenedRoot, config: Che
     free = opened.storage.free_bytes()
     if opened.lease is not None and free < nbytes + config.min_free_bytes:
         raise OutOfSpace(
-            f"{opened.storage.root}: a checkpoint will take about {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free. "
-            "Free space, or choose another root."
+            f"{opened.storage.root}: a checkpoint will take about {nbytes / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are "
+            "free. Free space, or choose another root."
         )
     opened.arena.ensure(nbytes + nbytes // 64, tail)
 

@@ -26,10 +26,14 @@ from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import Slot, SlotMeta
 from easyckpt.state.apply import apply_all, check_all
 from easyckpt.state.capture import StateCapture
+from easyckpt.state.components import Component
 from easyckpt.storage.base import Storage
 from easyckpt.storage.local import LocalStorage
 
 logger = logging.getLogger("easyckpt")
+
+#: Lines of a list in a message.
+_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +119,7 @@ class Loader:
             self._channel,
             found,
             self._open,
-            lambda snapshot: check_all(
-                live, snapshot.layout, snapshot.layout.trees, snapshot.objects, strict=strict, components=components
-            ),
+            lambda snapshot: _fit(snapshot, live, strict, components, self._left_out),
             apply,
             timeout=self._timeout,
             skipped=self._passed_over,
@@ -199,8 +201,34 @@ class Loader:
             self._emit(Warned(step=candidate.step, message=f"{candidate} is read into fresh memory: {error}"))
             return None
 
+    def _left_out(self, step: int, what: list[str]) -> None:
+        self._emit(Warned(step=step, message=_left_out_text(step, what)))
+
     def _passed_over(self, candidate: Candidate, reason: str) -> None:
         self._emit(Warned(step=candidate.step, message=f"{candidate} cannot be restored and is passed over: {reason}"))
+
+
+def _fit(
+    snapshot: Snapshot,
+    live: Mapping[str, Component],
+    strict: bool,
+    components: Collection[str] | None,
+    left_out: Callable[[int, list[str]], None],
+) -> list[str]:
+    """What keeps `snapshot` from being applied; `left_out` hears what is passed over since `strict` is off."""
+    layout, objects = snapshot.layout, snapshot.objects
+    problems = check_all(live, layout, layout.trees, objects, strict=strict, components=components)
+    if not strict and not problems:
+        missing = check_all(live, layout, layout.trees, objects, strict=True, components=components)
+        if missing:
+            left_out(snapshot.step, missing)
+    return problems
+
+
+def _left_out_text(step: int, what: list[str]) -> str:
+    more = [f"and {len(what) - _SHOWN} more"] if len(what) > _SHOWN else []
+    listed = "".join(f"\n  - {line}" for line in what[:_SHOWN] + more)
+    return f"step {step} is restored in part only, as strict=False says; left out:{listed}"
 
 
 def _no_such_step(root: str, step: int, committed: Sequence[int]) -> str:
@@ -211,47 +239,62 @@ def _no_such_step(root: str, step: int, committed: Sequence[int]) -> str:
     )
 
 
-def restore_read_only(root: str, state: Mapping[str, Any], *, step: int | None, naming: NamingScheme) -> Restored:
+def restore_read_only(
+    root: str,
+    state: Mapping[str, Any],
+    *,
+    step: int | None,
+    strict: bool,
+    components: Collection[str] | None,
+    naming: NamingScheme,
+) -> Restored:
     """Restore `state` from storage without owning anything. See `easyckpt.restore`."""
     storage = LocalStorage(root)
-    record = catalog.read_root(storage)
-    if record is None:
-        raise ForeignFormat(f"{root} is not a checkpoint root: it has no {ROOT_FILE}")
-    found = catalog.scan(storage, naming)
-    listed = candidates(found, record, (), run=record.run, arena_id="", step=step)
-    if not listed and step is not None:
-        every = candidates(found, record, (), run=record.run, arena_id="")
-        raise NoCheckpoint(_no_such_step(root, step, [candidate.step for candidate in every]))
-    if not listed:
-        raise NoCheckpoint(f"{root} holds no checkpoint")
-    capture = StateCapture(state)
-    names = set(state)
-    metrics: dict[str, Any] = {}
-    world_size = 1
+    listed = _committed(storage, naming, step)
+    live = StateCapture(state).components
+    names = set(state) if components is None else components
+    opened: list[tuple[int, dict[str, Any]]] = []
 
     def open_candidate(candidate: Candidate) -> Snapshot:
-        nonlocal world_size
         world_size = catalog.read_manifest(storage, candidate.source).world_size
         # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
         source, attempt = candidate.source, candidate.attempt
-        return open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
+        snapshot = open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
+        opened.append((world_size, snapshot.metrics))
+        return snapshot
 
     def apply(snapshot: Snapshot) -> None:
-        metrics.update(snapshot.metrics)
         layout = snapshot.layout
-        apply_all(capture.components, layout, layout.trees, snapshot.objects, snapshot.leaf, components=names)
+        apply_all(live, layout, layout.trees, snapshot.objects, snapshot.leaf, strict=strict, components=names)
+
+    def left_out(number: int, what: list[str]) -> None:
+        logger.warning(_left_out_text(number, what))
 
     taken = restore_agreed(
         LocalChannel(),
         listed,
         open_candidate,
-        lambda snapshot: check_all(
-            capture.components, snapshot.layout, snapshot.layout.trees, snapshot.objects, components=names
-        ),
+        lambda snapshot: _fit(snapshot, live, strict, names, left_out),
         apply,
         timeout=1.0,
     )
     if taken is None:
         raise DamagedCheckpoint(f"{root}: nothing could be restored")
+    world_size, metrics = opened[-1]
     path = os.path.join(storage.root, taken.source)
-    return Restored(taken.step, "storage", path, world_size, taken.timeline, metrics)
+    return Restored(taken.step, "storage", path, world_size, taken.timeline, dict(metrics))
+
+
+def _committed(storage: LocalStorage, naming: NamingScheme, step: int | None) -> list[Candidate]:
+    """The candidates in the root. Raises NoCheckpoint where there are none, ForeignFormat where it is no root."""
+    record = catalog.read_root(storage)
+    if record is None:
+        raise ForeignFormat(f"{storage.root} is not a checkpoint root: it has no {ROOT_FILE}")
+    found = catalog.scan(storage, naming)
+    listed = candidates(found, record, (), run=record.run, arena_id="", step=step)
+    if not listed and step is not None:
+        every = candidates(found, record, (), run=record.run, arena_id="")
+        raise NoCheckpoint(_no_such_step(storage.root, step, [candidate.step for candidate in every]))
+    if not listed:
+        raise NoCheckpoint(f"{storage.root} holds no checkpoint")
+    return listed

@@ -126,6 +126,7 @@ def check_world_size(what: str, saved: int, now: int) -> None:
     """Raise WorldSizeChanged unless `what` was saved by as many ranks as there are now."""
     if saved != now:
         raise WorldSizeChanged(
-            f"{what} was saved by {saved} ranks, this job has {now}: start it with {saved} ranks to go on from there, "
-            "or load another step. Nothing was applied."
+            f"{what} was saved by {saved} ranks, this job has {now}: start it with {saved} ranks to go on from there. "
+            "(easyckpt.restore reads what all ranks have in common, such as the model, in any process.) Nothing was "
+            "applied."
         )

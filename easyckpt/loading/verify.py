@@ -86,7 +86,9 @@ def _mismatch(candidate: Candidate, problems: Sequence[str]) -> str:
     if len(problems) > _SHOWN_PROBLEMS:
         shown.append(f"and {len(problems) - _SHOWN_PROBLEMS} more")
     listed = "".join(f"\n  - {problem}" for problem in shown)
+    one_sided = any("and not here" in problem or "and not in the checkpoint" in problem for problem in problems)
+    advice = ", or leave out what only one side has with strict=False" if one_sided else ""
     return (
         f"{candidate} does not fit the objects of this job; nothing was applied:{listed}\n"
-        "Build the objects as they were when it was saved, or load(strict=False) to leave out what only one side has."
+        f"Build the objects as they were when it was saved{advice}, or choose with components=[...] what is restored."
     )

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from types import ModuleType
 
-from easyckpt.errors import StorageError
+from easyckpt.errors import ConfigError, StorageError
 from easyckpt.storage.localfile import errors_name
 
 logger = logging.getLogger("easyckpt")
@@ -28,7 +28,13 @@ class RootDirectory:
     _os: ModuleType = os
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self._root = os.path.abspath(os.fspath(root))
+        given = os.fspath(root)
+        if "://" in given:
+            raise ConfigError(
+                f"root: {given!r} is a URL, and easyckpt writes to mounted file systems only: mount the bucket, or "
+                "choose a directory"
+            )
+        self._root = os.path.abspath(given)
 
     @property
     def root(self) -> str:
