@@ -75,6 +75,23 @@ def test_records_and_chunks_are_those_of_the_files(storage, mib, hash_threads):
     assert (index.step, index.timeline, index.rank) == (10, "main", 0)
 
 
+def test_a_snapshot_is_written_by_its_own_layout_though_training_hands_over_the_next_one(storage, monkeypatch):
+    view, following = make_view(tensors()), make_view(tensors(elements=100))
+    writer = ShardWriter(storage)
+    writer.prepare(Layout.from_bytes(view.static))
+    later, digest = Layout.from_bytes(following.static), Layout.digest.fget
+
+    def handed_over_just_now(layout):
+        writer.prepare(later)
+        return digest(layout)
+
+    monkeypatch.setattr(Layout, "digest", property(handed_over_just_now))
+    writer.write("attempt", view, write_replicated=True)
+    assert Index.from_bytes(storage.read("attempt/rank-00000.json")).layout == Layout.from_bytes(view.static)
+    loaded = safetensors.torch.load(storage.read("attempt/rank-00000.safetensors"))
+    assert torch.equal(loaded["model.weight"], tensors()["weight"])
+
+
 def test_only_rank_0_writes_what_is_replicated(storage):
     ranks = [make_view(tensors(), replicated=["weight", "half"], rank=rank, world_size=2) for rank in (0, 1)]
     write_checkpoint(storage, *ranks, directory="attempt")
