@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import logging
 import os
+import random
 import signal
 import threading
 from pathlib import Path
 
 import pytest
 from support.forked import Forked
+from support.staged import until
 from support.tmpfs import tmpfs
 
 from easyckpt import failpoints
@@ -220,6 +222,22 @@ def test_view_and_drop(directory, arenas):
     assert save(arena, 5, None)
 
 
+def test_a_snapshot_is_found_while_training_begins_to_write_over_another(directory, arenas, monkeypatch):
+    arena = prepared(arenas(directory))
+    for step in (1, 2, 3):
+        save(arena, step, None)
+    meta = Slot.meta.fget
+
+    def begun_once_it_was_looked_at(slot):
+        seen = meta(slot)
+        if seen is not None and seen.step == 1:
+            slot.begin()
+        return seen
+
+    monkeypatch.setattr(Slot, "meta", property(begun_once_it_was_looked_at))
+    assert arena.view(3, "t1").objects == b"objects 3"
+
+
 def test_many_snapshots_leave_files_and_threads_flat(directory, arenas):
     arena = prepared(arenas(directory, 2))
     before = (len(os.listdir("/proc/self/fd")), sorted(os.listdir(directory)), threading.active_count())
@@ -289,10 +307,74 @@ def test_a_smaller_layout_uses_the_larger_slots(directory, arenas):
 
 
 def test_larger_slots_of_before_count_in_the_budget(directory, arenas):
-    arena = prepared(arenas(directory, 4, budget_bytes=6 * MIB), 4 * MIB)
-    save(arena, 1, None)
+    larger = Slot.create(slot_path(directory, 0), 4 * MIB, 100)
+    write(larger, 1)
+    larger.close(unlink=False)
+    arena = arenas(directory, 4, budget_bytes=6 * MIB)
+    arena.adopt()
     prepared(arena, MIB)
-    assert 5 * MIB < arena.nbytes <= 6 * MIB
+    assert 5 * MIB < sum(path.stat().st_size for path in directory.iterdir()) <= 6 * MIB
+
+
+class Gate:
+    """Holds the making of each slot up until it is let through, or the gate is opened."""
+
+    def __init__(self, monkeypatch) -> None:
+        self._passes, self._waiting, self._open = 0, 0, False
+        self._changed = threading.Condition()
+        populate = Slot.populate
+
+        def slowly(slot, *arguments, **options):
+            with self._changed:
+                self._waiting += 1
+                self._changed.wait_for(lambda: self._passes or self._open)
+                self._waiting -= 1
+                self._passes -= not self._open
+            populate(slot, *arguments, **options)
+
+        monkeypatch.setattr(Slot, "populate", slowly)
+
+    def let_one_through(self, arena: Arena) -> None:
+        with self._changed:
+            if not self._waiting:
+                return
+            self._passes += 1
+            self._changed.notify_all()
+        until(lambda: not self._passes and (self._waiting or arena._supply.wait(0)))
+
+    def open(self) -> None:
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_has_grown_many_times_while_slots_were_being_made_is_snapshotted_again(
+    directory, arenas, monkeypatch, seed
+):
+    odd = random.Random(seed)
+    arena, gate = arenas(directory, 4), Gate(monkeypatch)
+    image_bytes, step = MIB, 0
+
+    def next_step() -> None:
+        nonlocal step
+        step += 1
+        if not arena.ready(image_bytes):
+            arena.ensure(image_bytes, 4096)
+        save(arena, step, max(steps(arena), default=None), image_bytes=image_bytes)
+
+    try:
+        for _ in range(60):
+            image_bytes += odd.choice((0, 0, 1, 2)) * MIB // 100
+            next_step()
+            for _ in range(odd.choice((0, 0, 1, 2))):
+                gate.let_one_through(arena)
+    finally:
+        gate.open()
+    for _ in range(10):
+        next_step()
+        assert arena.wait_ready(WAIT)
+    assert steps(arena)[-3:] == [step - 2, step - 1, step]
 
 
 def test_budget_bounds_the_number_of_slots(directory, arenas, caplog):

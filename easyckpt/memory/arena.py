@@ -119,8 +119,8 @@ class Arena:
         self._supply.ensure(image_bytes, tail_bytes)
 
     def ready(self, image_bytes: int) -> bool:
-        """Whether a slot for `image_bytes` exists, free or not."""
-        return any(slot.image_capacity >= image_bytes for slot in self._all())
+        """Whether a slot for `image_bytes` exists, free or not, and smaller ones are to be replaced by such."""
+        return self._supply.need[0] >= image_bytes and any(slot.image_capacity >= image_bytes for slot in self._all())
 
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Wait until the background work that `ensure` or `acquire` asked for has ended. Raises what it met."""
@@ -176,10 +176,12 @@ class Arena:
 
         Keep the step in `held` while its image is in use.
         """
+        # The training thread may begin another slot at any moment: each one's `meta` is read once.
+        metas = [(slot.meta, slot) for slot in self._all()]
         matching = [
-            (slot.meta.sealed_at, slot)
-            for slot in self._all()
-            if slot.meta is not None and (slot.meta.step, slot.meta.timeline) == (step, timeline)
+            (meta.sealed_at, slot)
+            for meta, slot in metas
+            if meta is not None and (meta.step, meta.timeline) == (step, timeline)
         ]
         if not matching:
             raise UsageError(f"no sealed snapshot of step {step} on timeline {timeline} is in memory")
