@@ -91,7 +91,7 @@ class Checkpointer:
     def _build(self, path: str, state: Mapping[str, Any], ranks: Ranks, channel: Channel, mailbox: Mailbox) -> None:
         """Join the rooms. A state that cannot be kept is refused before anything on disk is touched."""
         config = self._config
-        self._metrics, self._position = Metrics(), DataPosition()
+        self._metrics, self._position = Metrics(writes=ranks.rank == 0), DataPosition()
         own = {RNG: RngComponent(), DATA: self._position, METRICS: self._metrics}
         capture = StateCapture(state, rank=ranks.rank, world_size=ranks.world_size, extra=own)
         first = capture.capture()
@@ -173,7 +173,6 @@ class Checkpointer:
         )
         self._step = restored.step if restored.tier is not None else -1
         self._generators = RngComponent().value()
-        self._metrics.remember(restored.step)
         self._events.emit(
             RestoredEvent(
                 step=restored.step,

@@ -204,7 +204,7 @@ def join(
 ) -> SaverParts:
     """Build the saving half around an opened root."""
     naming = layout.NativeNaming()
-    flusher = _make_flusher(opened, naming, config, ranks, events=events, metrics=metrics)
+    flusher = _make_flusher(opened, naming, config, ranks, events)
     parts = CoordinatorParts(
         ranks=ranks,
         mailbox=mailbox,
@@ -238,13 +238,7 @@ def join(
 
 
 def _make_flusher(
-    opened: OpenedRoot,
-    naming: layout.NamingScheme,
-    config: CheckpointConfig,
-    ranks: Ranks,
-    *,
-    events: EventLog,
-    metrics: Metrics,
+    opened: OpenedRoot, naming: layout.NamingScheme, config: CheckpointConfig, ranks: Ranks, events: EventLog
 ) -> Flusher:
     check = opened.lease.check if opened.lease is not None else lambda: None
     return Flusher(
@@ -254,7 +248,6 @@ def _make_flusher(
         keep_newest=config.max_ckpt_num,
         min_free_bytes=config.min_free_bytes,
         emit=events.emit,
-        metrics_of=metrics.of_step,
     )
 
 
