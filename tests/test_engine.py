@@ -533,7 +533,7 @@ def test_a_value_that_cannot_be_written_down_takes_nothing_else_with_it(root, ca
     with training.checkpointer as checkpointer:
         for number in range(1, 4):
             # As a tensor on a GPU that has failed: it can be read later only, and then it cannot.
-            checkpointer.log(loss=float(number), unreadable=torch.ones(1, device="meta"), **{"note": "x"})
+            checkpointer.log(loss=float(number), unreadable=torch.ones(1, device="meta"), note="x")
             training.to(number, number - 1)
         renewed = json.loads((root / "lease.json").read_text())["renewed"]
         until(lambda: json.loads((root / "lease.json").read_text())["renewed"] > renewed)
