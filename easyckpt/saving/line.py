@@ -174,7 +174,6 @@ def _rolls_forward(record: RootRecord, entry: Entry, committed: set[int]) -> boo
     return (
         manifest is not None
         and entry.problem is None
-        and manifest.run == record.run
-        and record.on_ancestry(manifest.timeline, entry.step)
+        and record.is_past(manifest.run, manifest.timeline, entry.step)
         and entry.step not in committed
     )

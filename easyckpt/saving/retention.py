@@ -100,9 +100,7 @@ def _step(entry: Entry) -> int:
 
 def _on_line(record: RootRecord, entry: Entry) -> bool:
     manifest = entry.manifest
-    if manifest is None or manifest.run not in (record.run, (record.parent or "").partition("/")[0]):
-        return False
-    return record.on_ancestry(manifest.timeline, entry.step)
+    return manifest is not None and record.is_past(manifest.run, manifest.timeline, entry.step)
 
 
 def _is_replaced(record: RootRecord, stale: Entry, line: Sequence[Entry]) -> bool:
