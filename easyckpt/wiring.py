@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -166,7 +167,11 @@ def _take_lease(
     def take() -> None:
         lease.acquire(lambda message: events.emit(Warned(message=message)))
 
-    done_by_rank_0(channel, ranks, "taking the lease", take, config.peer_timeout + 2 * config.lease_timeout)
+    try:
+        done_by_rank_0(channel, ranks, "taking the lease", take, config.peer_timeout + 2 * config.lease_timeout)
+    except BaseException:
+        lease.release()  # it was taken where only another rank has failed
+        raise
     return lease if ranks.rank == 0 else None
 
 
@@ -201,10 +206,12 @@ def join(
     scalers: Sequence[torch.amp.GradScaler],
     events: EventLog,
     metrics: Metrics,
+    undo: contextlib.ExitStack,
 ) -> SaverParts:
-    """Build the saving half around an opened root."""
+    """Build the saving half around an opened root. How to end what runs then is entered into `undo`."""
     naming = layout.NativeNaming()
     flusher = _make_flusher(opened, naming, config, ranks, events)
+    undo.callback(flusher.stop, config.exception_drain_timeout)
     parts = CoordinatorParts(
         ranks=ranks,
         mailbox=mailbox,
@@ -216,6 +223,11 @@ def join(
         dead_peers=lambda: dead_peers(opened.arena, ranks),
     )
     coordinator = Coordinator(parts, incarnation=opened.incarnation)
+    undo.callback(coordinator.abort, config.exception_drain_timeout)
+    stager = _make_stager(opened.arena, coordinator, capture, scalers, config=config, events=events)
+    undo.callback(stager.close)
+    accumulation = AccumulationWatch(capture.optimizers())
+    undo.callback(accumulation.close)
     return SaverParts(
         config=config,
         ranks=ranks,
@@ -227,8 +239,8 @@ def join(
         incarnation=opened.incarnation,
         capture=capture,
         arena=opened.arena,
-        stager=_make_stager(opened.arena, coordinator, capture, scalers, config=config, events=events),
-        accumulation=AccumulationWatch(capture.optimizers()),
+        stager=stager,
+        accumulation=accumulation,
         coordinator=coordinator,
         flusher=flusher,
         events=events,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -671,6 +672,29 @@ def test_bad_input_in_the_constructor_leaves_the_root_as_it_was(root):
     with pytest.raises(easyckpt.UnsupportedValue, match="progress"):
         Checkpointer(root, {"progress": {"lock": object()}})
     assert not root.exists()
+
+
+@pytest.mark.parametrize("place", ["wiring.reserve", "wiring.AccumulationWatch", "Checkpointer._watch_signals"])
+def test_a_constructor_that_fails_lets_go_of_the_root(root, tmp_path, monkeypatch, place):
+    handlers = list(logging.getLogger("easyckpt").handlers)
+    with monkeypatch.context() as patch:
+        if place == "wiring.reserve":
+            settings = {"min_free_bytes": 1 << 60}  # really refused
+        else:
+            settings = {}
+            patch.setattr(f"easyckpt.engine.{place}", _refuse)
+        with pytest.raises(easyckpt.EasyckptError, match="free"):
+            Training(root, log_file_path=tmp_path / "log", **settings)
+    assert not (root / "lease.json").exists()
+    assert logging.getLogger("easyckpt").handlers == handlers
+    training, _ = start(root)  # at once, by the same process
+    with training.checkpointer:
+        training.to(3)
+    assert committed(root) == [3]
+
+
+def _refuse(*arguments, **options):
+    raise easyckpt.OutOfSpace("nothing is free")
 
 
 def test_a_file_in_place_of_the_root_is_refused(tmp_path):
