@@ -61,6 +61,9 @@ class SnapshotBytes(Protocol):
     def at(self, offset: int, nbytes: int) -> Buffer:
         """The bytes of the leaf that lies at `offset`."""
 
+    def still_sealed(self) -> bool:
+        """Whether it has been this same snapshot up to now."""
+
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
@@ -118,8 +121,9 @@ class ShardWriter:
     ) -> dict[str, FileRecord]:
         """Write and fsync shard and index of `view` into the existing `directory`; returns both files' records.
 
-        The caller syncs the directory. `abandoned` is asked before every write: SaveFailed once it is true. Raises
-        OutOfSpace before anything is written when the storage has too little room.
+        The caller syncs the directory. `abandoned` is asked before every write: SaveFailed once it is true, and
+        where the slot has not kept the snapshot to the end: the bytes would be of several steps. Raises OutOfSpace
+        before anything is written when the storage has too little room.
         """
         meta = view.meta
         layout = self.layout_of(view)
@@ -129,6 +133,8 @@ class ShardWriter:
 
         shard = FilePlan(names.shard_file(meta.rank), itertools.chain((header,), view.body(nbytes)))
         written = self.write_file(directory, shard, abandoned)
+        if not view.still_sealed():
+            raise SaveFailed(f"the snapshot of step {meta.step} was given up while {shard.name} was being written")
         record = ShardRecord(
             name=shard.name,
             size=written.size,
