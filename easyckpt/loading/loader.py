@@ -17,6 +17,7 @@ from easyckpt.distributed.rendezvous import Channel, LocalChannel
 from easyckpt.errors import DamagedCheckpoint, ForeignFormat, NoCheckpoint, StorageError
 from easyckpt.events import Event, Warned
 from easyckpt.format.layout import ROOT_FILE, NamingScheme
+from easyckpt.format.manifest import Manifest
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.progress import newest_step_logged, steps_lost
 from easyckpt.loading.reader import Submit, open_storage, run_now
@@ -214,44 +215,43 @@ def _no_such_step(root: str, step: int, committed: Sequence[int]) -> str:
 def restore_read_only(root: str, state: Mapping[str, Any], *, step: int | None, naming: NamingScheme) -> Restored:
     """Restore `state` from storage without owning anything. See `easyckpt.restore`."""
     storage = LocalStorage(root)
+    listed = _listed_read_only(storage, naming, step)
+    live, names = StateCapture(state).components, set(state)
+    manifests: dict[str, Manifest] = {}
+
+    def open_candidate(candidate: Candidate) -> Snapshot:
+        source, attempt = candidate.source, candidate.attempt
+        manifests[source] = catalog.read_manifest(storage, source)
+        # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
+        world_size = manifests[source].world_size
+        return open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
+
+    def check(snapshot: Snapshot) -> list[str]:
+        return check_all(live, snapshot.layout, snapshot.layout.trees, snapshot.objects, components=names)
+
+    def apply(snapshot: Snapshot) -> None:
+        layout = snapshot.layout
+        apply_all(live, layout, layout.trees, snapshot.objects, snapshot.leaf, components=names)
+
+    taken = restore_agreed(LocalChannel(), listed, open_candidate, check, apply, timeout=1.0)
+    if taken is None:
+        raise DamagedCheckpoint(f"{root}: nothing could be restored")
+    manifest = manifests[taken.source]
+    path = os.path.join(storage.root, taken.source)
+    return Restored(taken.step, "storage", path, manifest.world_size, taken.timeline, dict(manifest.metrics))
+
+
+def _listed_read_only(storage: Storage, naming: NamingScheme, step: int | None) -> list[Candidate]:
+    """What `restore` may try, at least one. Raises NoCheckpoint or ForeignFormat."""
+    root = storage.root
     record = catalog.read_root(storage)
     if record is None:
         raise ForeignFormat(f"{root} is not a checkpoint root: it has no {ROOT_FILE}")
     found = catalog.scan(storage, naming)
-    listed = candidates(found, record, (), run=record.run, arena_id="", step=step)
+    every = candidates(found, record, (), run=record.run, arena_id="")
+    listed = [candidate for candidate in every if step is None or candidate.step == step]
     if not listed and step is not None:
-        every = candidates(found, record, (), run=record.run, arena_id="")
         raise NoCheckpoint(_no_such_step(root, step, [candidate.step for candidate in every]))
     if not listed:
         raise NoCheckpoint(f"{root} holds no checkpoint")
-    capture = StateCapture(state)
-    names = set(state)
-    metrics: dict[str, Any] = {}
-    world_size = 1
-
-    def open_candidate(candidate: Candidate) -> Snapshot:
-        nonlocal world_size
-        world_size = catalog.read_manifest(storage, candidate.source).world_size
-        # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
-        source, attempt = candidate.source, candidate.attempt
-        return open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
-
-    def apply(snapshot: Snapshot) -> None:
-        metrics.update(snapshot.metrics)
-        layout = snapshot.layout
-        apply_all(capture.components, layout, layout.trees, snapshot.objects, snapshot.leaf, components=names)
-
-    taken = restore_agreed(
-        LocalChannel(),
-        listed,
-        open_candidate,
-        lambda snapshot: check_all(
-            capture.components, snapshot.layout, snapshot.layout.trees, snapshot.objects, components=names
-        ),
-        apply,
-        timeout=1.0,
-    )
-    if taken is None:
-        raise DamagedCheckpoint(f"{root}: nothing could be restored")
-    path = os.path.join(storage.root, taken.source)
-    return Restored(taken.step, "storage", path, world_size, taken.timeline, metrics)
+    return listed

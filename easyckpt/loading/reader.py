@@ -101,7 +101,6 @@ def open_storage(
         timeline=manifest.timeline,
         layout=index.layout,
         objects=index.objects,
-        metrics=dict(manifest.metrics),
         image=image,
         places=plan.places,
     )

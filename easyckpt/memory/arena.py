@@ -91,11 +91,6 @@ class Arena:
         """Whether snapshots survive the death of this process: False once a slot is private memory."""
         return not self._supply.private and all(slot.survives for slot in self._all())
 
-    @property
-    def nbytes(self) -> int:
-        """All memory of the slots."""
-        return sum(slot.nbytes for slot in self._all())
-
     def adopt(self) -> list[SlotView]:
         """Take over what dead processes of this arena left; its whole snapshots, by ascending step.
 
