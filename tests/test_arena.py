@@ -189,6 +189,33 @@ def test_a_slot_is_given_to_one_only(directory, arenas):
     assert arena.acquire(4, MIB, None, ()) is second
 
 
+def test_a_slot_is_its_writers_alone_until_it_is_wholly_sealed(directory, arenas, monkeypatch):
+    arena = prepared(arenas(directory, 1))
+    save(arena, 1, None)
+    slot = arena.acquire(2, MIB, 2, ())
+    meta, store = Slot.meta.fget, Slot._store
+
+    def begun_once_it_was_looked_at(looked_at):
+        seen = meta(looked_at)
+        if not slot.writing:
+            slot.begin()
+        return seen
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Slot, "meta", property(begun_once_it_was_looked_at))
+        assert arena.acquire(3, MIB, 9, ()) is None
+    given = []
+
+    def looked_for_when_stored(stored, *word):
+        store(stored, *word)
+        given.append(arena.acquire(3, MIB, 2, ()))
+
+    monkeypatch.setattr(Slot, "_store", looked_for_when_stored)
+    slot.seal(dataclasses.replace(META, step=2), b"static", b"objects")
+    assert given == [None]
+    assert steps(arena) == [2]
+
+
 def test_release_of_a_half_written_slot_gives_it_up(directory, arenas):
     arena = prepared(arenas(directory, 1))
     slot = arena.acquire(1, MIB, None, ())

@@ -261,14 +261,14 @@ class Arena:
     # Choosing a slot. With the lock held.
 
     def _is_free(self, slot: Slot, keep_from: int | None, held: Collection[int]) -> bool:
-        began = self._busy.get(slot)
-        if began is not None:
-            if slot.meta is None or slot.sequence == began:
+        # Whoever has acquired it may begin or seal it just now: each is read once, and in this order.
+        sequence, meta = slot.sequence, slot.meta
+        if sequence % 2:
+            return False  # being written
+        if slot in self._busy:
+            if meta is None or sequence == self._busy[slot]:
                 return False
             del self._busy[slot]  # sealed since
-        if slot.writing:
-            return False
-        meta = slot.meta
         return meta is None or (keep_from is not None and meta.step < keep_from and meta.step not in held)
 
     def _give_up(self, slot: Slot) -> None:
