@@ -23,7 +23,7 @@ from easyckpt.errors import EasyckptError, PartlyApplied, StepError, UsageError
 from easyckpt.events import EventLog, Stats, Warned
 from easyckpt.events import Restored as RestoredEvent
 from easyckpt.format import layout
-from easyckpt.loading.loader import Loader, Restored, restore_read_only
+from easyckpt.loading.loader import Loader, Outcome, Restored, restore_read_only
 from easyckpt.saving.emergency import SignalWatcher
 from easyckpt.saving.housekeeper import Housekeeper
 from easyckpt.saving.line import Origin
@@ -178,7 +178,6 @@ class Checkpointer:
             self._broken = error
             raise
         restored = dataclasses.replace(outcome.restored, metrics=dict(self._metrics.latest))
-        seconds = time.perf_counter() - begun
         explicit = step is not None
         adopted = (str(restored.timeline), restored.step) if restored.tier == "memory" else None
         self._saver.go_on_from(
@@ -186,6 +185,11 @@ class Checkpointer:
         )
         self._step = restored.step if restored.tier is not None else -1
         self._generators = RngComponent().value()
+        self._say_restored(outcome, time.perf_counter() - begun)
+        return restored
+
+    def _say_restored(self, outcome: Outcome, seconds: float) -> None:
+        restored = outcome.restored
         self._events.emit(
             RestoredEvent(
                 step=restored.step,
@@ -199,7 +203,6 @@ class Checkpointer:
         )
         if restored.tier is None:
             self._events.emit(Warned(message=f"nothing to restore in {self._opened.storage.root}: starting at step 0"))
-        return restored
 
     def save_if_needed(self, step: int) -> None:
         """Snapshot and flush as the intervals say. `step` is the number of finished steps, the same on all ranks.

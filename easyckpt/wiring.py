@@ -212,17 +212,7 @@ def join(
     naming = layout.NativeNaming()
     flusher = _make_flusher(opened, naming, config, ranks, events)
     undo.callback(flusher.stop, config.exception_drain_timeout)
-    parts = CoordinatorParts(
-        ranks=ranks,
-        mailbox=mailbox,
-        arena=opened.arena,
-        flusher=flusher,
-        config=config,
-        emit=events.emit,
-        committed_by=committed_by(opened.storage, naming),
-        dead_peers=lambda: dead_peers(opened.arena, ranks),
-    )
-    coordinator = Coordinator(parts, incarnation=opened.incarnation)
+    coordinator = _make_coordinator(opened, naming, config, ranks, mailbox=mailbox, flusher=flusher, events=events)
     undo.callback(coordinator.abort, config.exception_drain_timeout)
     stager = _make_stager(opened.arena, coordinator, capture, scalers, config=config, events=events)
     undo.callback(stager.close)
@@ -261,6 +251,29 @@ def _make_flusher(
         min_free_bytes=config.min_free_bytes,
         emit=events.emit,
     )
+
+
+def _make_coordinator(
+    opened: OpenedRoot,
+    naming: layout.NamingScheme,
+    config: CheckpointConfig,
+    ranks: Ranks,
+    *,
+    mailbox: Mailbox,
+    flusher: Flusher,
+    events: EventLog,
+) -> Coordinator:
+    parts = CoordinatorParts(
+        ranks=ranks,
+        mailbox=mailbox,
+        arena=opened.arena,
+        flusher=flusher,
+        config=config,
+        emit=events.emit,
+        committed_by=committed_by(opened.storage, naming),
+        dead_peers=lambda: dead_peers(opened.arena, ranks),
+    )
+    return Coordinator(parts, incarnation=opened.incarnation)
 
 
 def _make_stager(
