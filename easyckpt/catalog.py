@@ -94,14 +94,13 @@ def scan(storage: Storage, naming: NamingScheme) -> Catalog:
     except FileNotFoundError:
         return Catalog()
     entries, stray = [], []
-    around_lease = layout.temp_file(layout.LEASE, "0").partition(layout.LEASE)[0] + layout.LEASE + "."
     for name in names:
         entry = _classify(name, naming)
         if entry is not None:
             entry = _examined(storage, entry)
             if entry.problem is None or storage.exists(name):  # else rotated away since the listing
                 entries.append(entry)
-        elif layout.is_temp_file(name) and not name.startswith(around_lease):
+        elif layout.is_temp_file(name) and not layout.is_beside_lease(name):
             stray.append(name)
     entries.sort(key=lambda entry: (entry.step, entry.name))
     return Catalog(entries, stray)

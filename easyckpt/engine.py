@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -19,12 +20,11 @@ from easyckpt import ending, wiring
 from easyckpt.config import CheckpointConfig, resolve
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks
-from easyckpt.distributed.rendezvous import Channel
 from easyckpt.errors import EasyckptError, PartlyApplied, StepError, UsageError
 from easyckpt.events import EventLog, Stats, Warned
 from easyckpt.events import Restored as RestoredEvent
 from easyckpt.format import layout
-from easyckpt.loading.loader import Loader, Restored, restore_read_only
+from easyckpt.loading.loader import Loader, Outcome, Restored, restore_read_only
 from easyckpt.saving.emergency import SignalWatcher
 from easyckpt.saving.housekeeper import Housekeeper
 from easyckpt.saving.line import Origin
@@ -75,71 +75,84 @@ class Checkpointer:
         self._config = resolve(settings, config)
         audit = self._config.audit
         path = audit.root if audit is not None and audit.root is not None else os.fspath(root)
-        ranks, channel, mailbox = wiring.meet(process_group, self._config)
-        try:
-            self._build(path, state, ranks, channel, mailbox)
-        except BaseException as error:
-            channel.fail(f"{type(error).__name__}: {error}")
-            channel.close()
-            mailbox.close()
-            raise
+        ranks, self._channel, mailbox = wiring.meet(process_group, self._config)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._channel.close)
+            undo.callback(mailbox.close)
+            try:
+                self._build(path, state, ranks, mailbox, undo)
+            except BaseException as error:
+                self._channel.fail(f"{type(error).__name__}: {error}")  # before the rest is undone: others wait
+                raise
+            undo.pop_all()
+        ending.watch(self)
+
+    def _build(
+        self, path: str, state: Mapping[str, Any], ranks: Ranks, mailbox: Mailbox, undo: contextlib.ExitStack
+    ) -> None:
+        """Join the rooms. A state that cannot be kept is refused before anything on disk is touched.
+
+        What is taken and what is started is entered into `undo`.
+        """
+        config = self._config
+        self._metrics, self._position = Metrics(writes=ranks.rank == 0), DataPosition()
+        own = {RNG: RngComponent(), DATA: self._position, METRICS: self._metrics}
+        capture = StateCapture(state, rank=ranks.rank, world_size=ranks.world_size, extra=own)
+        first = capture.capture()
+        self._events = EventLog(ranks.rank, None, config.log_file_path)
+        undo.callback(self._events.close)
+        self._opened, self._ranks = wiring.open_root(path, config, ranks, self._channel, self._events)
+        undo.callback(self._opened.arena.close, remove=False)
+        undo.callback(self._release_lease)
+        wiring.reserve(first, capture, self._opened, config)
+        self._parts = wiring.join(
+            self._opened,
+            config=config,
+            ranks=self._ranks,
+            channel=self._channel,
+            mailbox=mailbox,
+            capture=capture,
+            scalers=[value for value in state.values() if isinstance(value, torch.amp.GradScaler)],
+            events=self._events,
+            metrics=self._metrics,
+            undo=undo,
+        )
+        self._housekeeper = self._keep_house()
+        undo.callback(self._housekeeper.stop, FAREWELL_SECONDS)
+        self._saver, self._loader = Saver(self._parts), self._make_loader()
         self._step = -1
         self._generators: Any = None
         self._broken: EasyckptError | None = None
         self._closed = False
         self._watches_preempted = False
         self._signals = self._watch_signals()
-        ending.watch(self)
 
-    def _build(self, path: str, state: Mapping[str, Any], ranks: Ranks, channel: Channel, mailbox: Mailbox) -> None:
-        """Join the rooms. A state that cannot be kept is refused before anything on disk is touched."""
-        config = self._config
-        self._metrics, self._position = Metrics(), DataPosition()
-        own = {RNG: RngComponent(), DATA: self._position, METRICS: self._metrics}
-        capture = StateCapture(state, rank=ranks.rank, world_size=ranks.world_size, extra=own)
-        first = capture.capture()
-        self._events = EventLog(ranks.rank, None, config.log_file_path)
-        opened, self._ranks = wiring.open_root(path, config, ranks, channel, self._events)
-        self._opened, self._channel = opened, channel
-        try:
-            wiring.reserve(first, capture, opened, config)
-            self._parts = wiring.join(
-                opened,
-                config=config,
-                ranks=self._ranks,
-                channel=channel,
-                mailbox=mailbox,
-                capture=capture,
-                scalers=[value for value in state.values() if isinstance(value, torch.amp.GradScaler)],
-                events=self._events,
-                metrics=self._metrics,
-            )
-        except BaseException:
-            opened.arena.close(remove=False)
-            raise
+    def _keep_house(self) -> Housekeeper:
+        opened, config = self._opened, self._config
         if config.events:
-            log = layout.events_file(ranks.rank)
+            log = layout.events_file(self._ranks.rank)
             self._events.set_sink(lambda data: opened.storage.append(log, data))
-        self._housekeeper = Housekeeper(
+        return Housekeeper(
             self._events,
-            self._metrics if ranks.rank == 0 else None,
+            self._metrics if self._ranks.rank == 0 else None,
             opened.storage,
             lease=opened.lease,
             lease_interval=config.lease_interval,
             on_lease_lost=self._parts.coordinator.fail,
             look_after_memory=opened.arena.look_after,
         )
-        self._saver = Saver(self._parts)
-        self._loader = Loader(
-            storage=opened.storage,
+
+    def _make_loader(self) -> Loader:
+        return Loader(
+            storage=self._opened.storage,
             naming=self._parts.naming,
-            arena=opened.arena,
-            channel=channel,
+            arena=self._opened.arena,
+            channel=self._channel,
             ranks=self._ranks,
-            run=opened.run,
-            arena_id=opened.arena_id,
-            capture=capture,
-            timeout=config.peer_timeout,
+            run=self._opened.run,
+            arena_id=self._opened.arena_id,
+            capture=self._parts.capture,
+            timeout=self._config.peer_timeout,
             submit=self._parts.flusher.submit,
             emit=self._events.emit,
         )
@@ -168,7 +181,6 @@ class Checkpointer:
             self._broken = error
             raise
         restored = dataclasses.replace(outcome.restored, metrics=dict(self._metrics.latest))
-        seconds = time.perf_counter() - begun
         explicit = step is not None
         adopted = (str(restored.timeline), restored.step) if restored.tier == "memory" else None
         self._saver.go_on_from(
@@ -176,7 +188,11 @@ class Checkpointer:
         )
         self._step = restored.step if restored.tier is not None else -1
         self._generators = RngComponent().value()
-        self._metrics.remember(restored.step)
+        self._say_restored(outcome, time.perf_counter() - begun)
+        return restored
+
+    def _say_restored(self, outcome: Outcome, seconds: float) -> None:
+        restored = outcome.restored
         self._events.emit(
             RestoredEvent(
                 step=restored.step,
@@ -190,7 +206,6 @@ class Checkpointer:
         )
         if restored.tier is None and self._ranks.rank == 0:
             self._events.emit(Warned(message=f"nothing to restore in {self._opened.storage.root}: starting at step 0"))
-        return restored
 
     def save_if_needed(self, step: int) -> None:
         """Snapshot and flush as the intervals say. `step` is the number of finished steps, the same on all ranks.
@@ -305,17 +320,20 @@ class Checkpointer:
         self._parts.accumulation.close()
         self._parts.flusher.stop(FAREWELL_SECONDS)
         self._housekeeper.stop(FAREWELL_SECONDS)
-        if self._opened.lease is not None:
-            try:
-                self._opened.lease.release()
-            except (EasyckptError, OSError) as error:
-                self._events.emit(Warned(message=f"giving the lease back failed: {error}"))
+        self._release_lease()
         self._opened.arena.close(remove=remove_arena)
         self._parts.mailbox.close()
         self._channel.close(linger)
         self._events.close()
         if self._signals is not None:
             self._signals.pass_on()
+
+    def _release_lease(self) -> None:
+        if self._opened.lease is not None:
+            try:
+                self._opened.lease.release()
+            except (EasyckptError, OSError) as error:
+                self._events.emit(Warned(message=f"giving the lease back failed: {error}"))
 
     def _inert(self) -> bool:
         """In a forked child (a loader's worker) nothing is ours."""

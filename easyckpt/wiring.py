@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -166,7 +167,11 @@ def _take_lease(
     def take() -> None:
         lease.acquire(lambda message: events.emit(Warned(message=message)))
 
-    done_by_rank_0(channel, ranks, "taking the lease", take, config.peer_timeout + 2 * config.lease_timeout)
+    try:
+        done_by_rank_0(channel, ranks, "taking the lease", take, config.peer_timeout + 2 * config.lease_timeout)
+    except BaseException:
+        lease.release()  # it was taken where only another rank has failed
+        raise
     return lease if ranks.rank == 0 else None
 
 
@@ -201,21 +206,18 @@ def join(
     scalers: Sequence[torch.amp.GradScaler],
     events: EventLog,
     metrics: Metrics,
+    undo: contextlib.ExitStack,
 ) -> SaverParts:
-    """Build the saving half around an opened root."""
+    """Build the saving half around an opened root. How to end what runs then is entered into `undo`."""
     naming = layout.NativeNaming()
-    flusher = _make_flusher(opened, naming, config, ranks, events=events, metrics=metrics)
-    parts = CoordinatorParts(
-        ranks=ranks,
-        mailbox=mailbox,
-        arena=opened.arena,
-        flusher=flusher,
-        config=config,
-        emit=events.emit,
-        committed_by=committed_by(opened.storage, naming),
-        dead_peers=lambda: dead_peers(opened.arena, ranks),
-    )
-    coordinator = Coordinator(parts, incarnation=opened.incarnation)
+    flusher = _make_flusher(opened, naming, config, ranks, events)
+    undo.callback(flusher.stop, config.exception_drain_timeout)
+    coordinator = _make_coordinator(opened, naming, config, ranks, mailbox=mailbox, flusher=flusher, events=events)
+    undo.callback(coordinator.abort, config.exception_drain_timeout)
+    stager = _make_stager(opened.arena, coordinator, capture, scalers, config=config, events=events)
+    undo.callback(stager.close)
+    accumulation = AccumulationWatch(capture.optimizers())
+    undo.callback(accumulation.close)
     return SaverParts(
         config=config,
         ranks=ranks,
@@ -227,8 +229,8 @@ def join(
         incarnation=opened.incarnation,
         capture=capture,
         arena=opened.arena,
-        stager=_make_stager(opened.arena, coordinator, capture, scalers, config=config, events=events),
-        accumulation=AccumulationWatch(capture.optimizers()),
+        stager=stager,
+        accumulation=accumulation,
         coordinator=coordinator,
         flusher=flusher,
         events=events,
@@ -238,13 +240,7 @@ def join(
 
 
 def _make_flusher(
-    opened: OpenedRoot,
-    naming: layout.NamingScheme,
-    config: CheckpointConfig,
-    ranks: Ranks,
-    *,
-    events: EventLog,
-    metrics: Metrics,
+    opened: OpenedRoot, naming: layout.NamingScheme, config: CheckpointConfig, ranks: Ranks, events: EventLog
 ) -> Flusher:
     check = opened.lease.check if opened.lease is not None else lambda: None
     return Flusher(
@@ -254,8 +250,30 @@ def _make_flusher(
         keep_newest=config.max_ckpt_num,
         min_free_bytes=config.min_free_bytes,
         emit=events.emit,
-        metrics_of=metrics.of_step,
     )
+
+
+def _make_coordinator(
+    opened: OpenedRoot,
+    naming: layout.NamingScheme,
+    config: CheckpointConfig,
+    ranks: Ranks,
+    *,
+    mailbox: Mailbox,
+    flusher: Flusher,
+    events: EventLog,
+) -> Coordinator:
+    parts = CoordinatorParts(
+        ranks=ranks,
+        mailbox=mailbox,
+        arena=opened.arena,
+        flusher=flusher,
+        config=config,
+        emit=events.emit,
+        committed_by=committed_by(opened.storage, naming),
+        dead_peers=lambda: dead_peers(opened.arena, ranks),
+    )
+    return Coordinator(parts, incarnation=opened.incarnation)
 
 
 def _make_stager(

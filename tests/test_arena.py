@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import logging
 import os
+import random
 import signal
 import threading
 from pathlib import Path
 
 import pytest
 from support.forked import Forked
+from support.staged import until
 from support.tmpfs import tmpfs
 
 from easyckpt import failpoints
@@ -104,6 +106,10 @@ def prepared(arena: Arena, image_bytes: int = MIB) -> Arena:
     return arena
 
 
+def nbytes(arena: Arena) -> int:
+    return sum(slot.nbytes for slot in arena._all())
+
+
 def steps(arena: Arena) -> list[int]:
     return [meta.step for meta in arena.sealed()]
 
@@ -145,7 +151,7 @@ def test_slots_are_made_in_the_background(directory, arenas):
     assert files == sorted(
         [layout.owner_file(USER, ARENA, 0), *(layout.slot_file(USER, ARENA, 0, number) for number in range(3))]
     )
-    assert arena.nbytes == sum(os.stat(slot_path(directory, number)).st_size for number in range(3))
+    assert nbytes(arena) == sum(os.stat(slot_path(directory, number)).st_size for number in range(3))
 
 
 def test_only_slots_that_nobody_needs_are_given(directory, arenas):
@@ -183,6 +189,33 @@ def test_a_slot_is_given_to_one_only(directory, arenas):
     assert arena.acquire(4, MIB, None, ()) is second
 
 
+def test_a_slot_is_its_writers_alone_until_it_is_wholly_sealed(directory, arenas, monkeypatch):
+    arena = prepared(arenas(directory, 1))
+    save(arena, 1, None)
+    slot = arena.acquire(2, MIB, 2, ())
+    meta, store = Slot.meta.fget, Slot._store
+
+    def begun_once_it_was_looked_at(looked_at):
+        seen = meta(looked_at)
+        if not slot.writing:
+            slot.begin()
+        return seen
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Slot, "meta", property(begun_once_it_was_looked_at))
+        assert arena.acquire(3, MIB, 9, ()) is None
+    given = []
+
+    def looked_for_when_stored(stored, *word):
+        store(stored, *word)
+        given.append(arena.acquire(3, MIB, 2, ()))
+
+    monkeypatch.setattr(Slot, "_store", looked_for_when_stored)
+    slot.seal(dataclasses.replace(META, step=2), b"static", b"objects")
+    assert given == [None]
+    assert steps(arena) == [2]
+
+
 def test_release_of_a_half_written_slot_gives_it_up(directory, arenas):
     arena = prepared(arenas(directory, 1))
     slot = arena.acquire(1, MIB, None, ())
@@ -218,6 +251,22 @@ def test_view_and_drop(directory, arenas):
     assert steps(arena) == [1]
     assert not view.still_sealed()
     assert save(arena, 5, None)
+
+
+def test_a_snapshot_is_found_while_training_begins_to_write_over_another(directory, arenas, monkeypatch):
+    arena = prepared(arenas(directory))
+    for step in (1, 2, 3):
+        save(arena, step, None)
+    meta = Slot.meta.fget
+
+    def begun_once_it_was_looked_at(slot):
+        seen = meta(slot)
+        if seen is not None and seen.step == 1:
+            slot.begin()
+        return seen
+
+    monkeypatch.setattr(Slot, "meta", property(begun_once_it_was_looked_at))
+    assert arena.view(3, "t1").objects == b"objects 3"
 
 
 def test_many_snapshots_leave_files_and_threads_flat(directory, arenas):
@@ -259,7 +308,7 @@ def test_growth_waits_for_room_within_the_budget(directory, arenas):
     for step in range(4, 30):
         save(arena, step, step - 1, image_bytes=MIB + MIB // 2)
         arena.wait_ready(WAIT)
-        peak = max(peak, arena.nbytes)
+        peak = max(peak, nbytes(arena))
     assert peak <= 3 * slot_bytes + MIB
     assert steps(arena) == [28, 29]
     assert all(arena.view(step, "t1").image[0] == step for step in (28, 29))
@@ -275,24 +324,88 @@ def test_what_grows_at_each_step_is_not_skipped_at_each_step(directory, arenas, 
             arena.ensure(image_bytes, 4096)
         skipped += not save(arena, step, step - 1, image_bytes=image_bytes)
         assert arena.wait_ready(WAIT)
-        assert arena.nbytes <= budget_images * MIB
+        assert nbytes(arena) <= budget_images * MIB
     assert skipped <= most_skips
     assert steps(arena)[-1] >= 75
 
 
 def test_a_smaller_layout_uses_the_larger_slots(directory, arenas):
     arena = prepared(arenas(directory, 2), 2 * MIB)
-    before = arena.nbytes
+    before = nbytes(arena)
     prepared(arena, MIB)
-    assert arena.nbytes == before
+    assert nbytes(arena) == before
     assert save(arena, 1, None)
 
 
 def test_larger_slots_of_before_count_in_the_budget(directory, arenas):
-    arena = prepared(arenas(directory, 4, budget_bytes=6 * MIB), 4 * MIB)
-    save(arena, 1, None)
+    larger = Slot.create(slot_path(directory, 0), 4 * MIB, 100)
+    write(larger, 1)
+    larger.close(unlink=False)
+    arena = arenas(directory, 4, budget_bytes=6 * MIB)
+    arena.adopt()
     prepared(arena, MIB)
-    assert 5 * MIB < arena.nbytes <= 6 * MIB
+    assert 5 * MIB < sum(path.stat().st_size for path in directory.iterdir()) <= 6 * MIB
+
+
+class Gate:
+    """Holds the making of each slot up until it is let through, or the gate is opened."""
+
+    def __init__(self, monkeypatch) -> None:
+        self._passes, self._waiting, self._open = 0, 0, False
+        self._changed = threading.Condition()
+        populate = Slot.populate
+
+        def slowly(slot, *arguments, **options):
+            with self._changed:
+                self._waiting += 1
+                self._changed.wait_for(lambda: self._passes or self._open)
+                self._waiting -= 1
+                self._passes -= not self._open
+            populate(slot, *arguments, **options)
+
+        monkeypatch.setattr(Slot, "populate", slowly)
+
+    def let_one_through(self, arena: Arena) -> None:
+        with self._changed:
+            if not self._waiting:
+                return
+            self._passes += 1
+            self._changed.notify_all()
+        until(lambda: not self._passes and (self._waiting or arena._supply.wait(0)))
+
+    def open(self) -> None:
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_has_grown_many_times_while_slots_were_being_made_is_snapshotted_again(
+    directory, arenas, monkeypatch, seed
+):
+    odd = random.Random(seed)
+    arena, gate = arenas(directory, 4), Gate(monkeypatch)
+    image_bytes, step = MIB, 0
+
+    def next_step() -> None:
+        nonlocal step
+        step += 1
+        if not arena.ready(image_bytes):
+            arena.ensure(image_bytes, 4096)
+        save(arena, step, max(steps(arena), default=None), image_bytes=image_bytes)
+
+    try:
+        for _ in range(60):
+            image_bytes += odd.choice((0, 0, 1, 2)) * MIB // 100
+            next_step()
+            for _ in range(odd.choice((0, 0, 1, 2))):
+                gate.let_one_through(arena)
+    finally:
+        gate.open()
+    for _ in range(10):
+        next_step()
+        assert arena.wait_ready(WAIT)
+    assert steps(arena)[-3:] == [step - 2, step - 1, step]
 
 
 def test_budget_bounds_the_number_of_slots(directory, arenas, caplog):
@@ -554,7 +667,6 @@ def test_forked_child_is_inert(directory, arenas):
             assert not arena.ready(MIB)
             assert arena.wait_ready(1) is False
             assert arena.drop(lambda _: True) == []
-            assert arena.nbytes == 0
             assert arena.adopt() == []
             arena.ensure(2 * MIB, 10)
             with pytest.raises(UsageError):

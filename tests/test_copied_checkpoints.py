@@ -81,6 +81,16 @@ def test_a_copied_checkpoint_is_rotated_like_any_other(tmp_path):
     assert committed(new) == [8, 10]
 
 
+def test_a_copied_attempt_that_lacked_only_its_rename_is_restored_and_kept(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    train(old, 6)
+    copy_steps(old, new, 2, 4, 6)
+    attempt = catalog.read_manifest(LocalStorage(new), layout.step_dir(6)).attempt
+    (new / layout.step_dir(6)).rename(new / layout.tmp_dir(6, attempt))
+    assert train(new, 8).step == 6
+    assert committed(new) == [2, 4, 6, 8]
+
+
 def test_all_that_was_copied_can_be_restored_also_from_several_timelines(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     train(old, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from torch import nn
 
 import easyckpt
 from easyckpt import Checkpointer, failpoints
+from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.staging import Stager
 from tests.support.staged import until
 from tests.support.tmpfs import tmpfs  # noqa: F401 - a fixture
@@ -518,7 +520,84 @@ def test_metrics_stay_beside_the_checkpoints_and_are_cut_on_resume(root):
     assert [line["step"] for line in lines] == list(range(1, 11))
 
 
-@pytest.mark.parametrize("value", [torch.zeros(2), object(), [1]])
+def test_metrics_that_wait_for_storage_are_cut_with_the_rest(root, tmp_path):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        training.to(5)
+        checkpointer.save(5, wait=True)
+        held = tmp_path / "held"
+        failpoints.arm(f"storage.append.before=hold:{held}")
+        training.to(6, 5)
+        until(held.exists)  # the log of events hangs in storage
+        for number in range(7, 10):
+            checkpointer.log(loss=float(number))
+            training.to(number, number - 1)
+        assert checkpointer.load(step=5).step == 5
+        for number in range(6, 8):
+            checkpointer.log(loss=-float(number))
+            training.to(number, number - 1)
+        Path(f"{held}.go").touch()
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(6, -6.0), (7, -7.0)]
+
+
+def test_a_checkpoint_carries_its_metrics_however_late_it_becomes_durable(root, tmp_path):
+    held = tmp_path / "held"
+    training, _ = start(root, max_ckpt_num=None)
+    with training.checkpointer as checkpointer:
+        failpoints.arm(f"writer.shard.begin=hold:{held}")
+        for number in range(1, 400):
+            checkpointer.log(loss=float(number))
+            training.to(number, number - 1)
+            if number == 11:  # by then step 10 is sealed
+                until(held.exists)
+        Path(f"{held}.go").touch()
+    assert committed(root)[0] == 10
+    for step in committed(root):
+        assert easyckpt.restore(root, {"model": nn.Linear(16, 16)}, step=step).metrics == {"loss": float(step)}
+
+
+def test_a_value_that_cannot_be_written_down_takes_nothing_else_with_it(root, caplog):
+    training, _ = start(root, lease_interval=0.1)
+    with training.checkpointer as checkpointer:
+        for number in range(1, 4):
+            # As a tensor on a GPU that has failed: it can be read later only, and then it cannot.
+            checkpointer.log(loss=float(number), unreadable=torch.ones(1, device="meta"), note="x")
+            training.to(number, number - 1)
+        renewed = json.loads((root / "lease.json").read_text())["renewed"]
+        until(lambda: json.loads((root / "lease.json").read_text())["renewed"] > renewed)
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"], line["note"]) for line in lines] == [(n, float(n), "x") for n in (1, 2, 3)]
+    assert "log(unreadable=…) of step 2 cannot be written down and is left out" in caplog.text
+
+
+def test_metrics_that_storage_refuses_are_written_later(root):
+    training, _ = start(root, events=False)
+    with training.checkpointer as checkpointer:
+        failpoints.arm("storage.append.before@*=error:ENOSPC")
+        for number in range(1, 4):
+            checkpointer.log(loss=float(number))
+            training.to(number, number - 1)
+        until(lambda: checkpointer._metrics.unwritten == len(checkpointer._metrics._lines) == 3)  # it was tried
+        assert not (root / "metrics.jsonl").exists() or not (root / "metrics.jsonl").read_text()
+        failpoints.arm("")
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+
+
+def test_trouble_of_one_duty_does_not_keep_the_lease_from_being_renewed(root, monkeypatch, caplog):
+    def broken(metrics, storage):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(Metrics, "write", broken)
+    training, _ = start(root, lease_interval=0.1)
+    with training.checkpointer:
+        renewed = json.loads((root / "lease.json").read_text())["renewed"]
+        until(lambda: json.loads((root / "lease.json").read_text())["renewed"] > renewed + 1)
+    assert caplog.text.count("writing metrics failed, will try again: out of order") == 1
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), object(), [1], torch.tensor(1j), 1j])
 def test_what_is_no_metric_is_refused_by_name(root, value):
     training, _ = start(root)
     with training.checkpointer as checkpointer, pytest.raises(easyckpt.UsageError, match="accuracy"):
@@ -621,6 +700,29 @@ def test_bad_input_in_the_constructor_leaves_the_root_as_it_was(root):
     with pytest.raises(easyckpt.UnsupportedValue, match="progress"):
         Checkpointer(root, {"progress": {"lock": object()}})
     assert not root.exists()
+
+
+@pytest.mark.parametrize("place", ["wiring.reserve", "wiring.AccumulationWatch", "Checkpointer._watch_signals"])
+def test_a_constructor_that_fails_lets_go_of_the_root(root, tmp_path, monkeypatch, place):
+    handlers = list(logging.getLogger("easyckpt").handlers)
+    with monkeypatch.context() as patch:
+        if place == "wiring.reserve":
+            settings = {"min_free_bytes": 1 << 60}  # really refused
+        else:
+            settings = {}
+            patch.setattr(f"easyckpt.engine.{place}", _refuse)
+        with pytest.raises(easyckpt.EasyckptError, match="free"):
+            Training(root, log_file_path=tmp_path / "log", **settings)
+    assert not (root / "lease.json").exists()
+    assert logging.getLogger("easyckpt").handlers == handlers
+    training, _ = start(root)  # at once, by the same process
+    with training.checkpointer:
+        training.to(3)
+    assert committed(root) == [3]
+
+
+def _refuse(*arguments, **options):
+    raise easyckpt.OutOfSpace("nothing is free")
 
 
 def test_a_file_in_place_of_the_root_is_refused(tmp_path):

@@ -129,6 +129,27 @@ def test_temporary_files_and_attempts_are_told_apart():
         layout.temp_file("step-00000003", "n1")
 
 
+def test_what_lies_beside_the_lease_is_told_from_other_temporary_files():
+    successor = layout.temp_file(layout.LEASE, "n1")
+    assert layout.is_beside_lease(successor)
+    assert layout.is_beside_lease(layout.temp_file(successor, "n2"))  # what the successor file is made through
+    others = (layout.LEASE, layout.temp_file("latest", "n1"), layout.temp_file("lease.json.bak", "n1"), f".{successor}")
+    assert not any(layout.is_beside_lease(name) for name in others)
+
+
+def test_files_of_an_arena_are_told_by_user_arena_and_rank():
+    arena, other = layout.arena_id("a" * 32, "/one"), layout.arena_id("a" * 32, "/two")
+    slot, owner = layout.slot_file("jo-ann", arena, 3, 7), layout.owner_file("jo-ann", arena, 3)
+    for fits in ((), ("jo-ann",), ("jo-ann", arena), ("jo-ann", arena, 3)):
+        assert layout.is_slot_file(slot, *fits)
+        assert not layout.is_slot_file(owner, *fits)
+        assert layout.is_arena_file(slot, *fits[:2])
+        assert layout.is_arena_file(owner, *fits[:2])
+    assert not layout.is_arena_file(slot, "jo")  # whose name another one's begins with
+    assert not layout.is_arena_file(slot, "jo-ann", other)
+    assert not layout.is_slot_file(slot, "jo-ann", arena, 2)
+
+
 def test_trash_is_recognised_whatever_it_was():
     for name in ("step-00000001", ".step-00000001.a.tmp", "step-00000001.stale-t"):
         assert layout.parse_trash_dir(layout.trash_dir(name, "n")) == name

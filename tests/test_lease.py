@@ -378,7 +378,8 @@ def test_a_lease_that_storage_does_not_let_go_of_is_given_up_all_the_same(storag
         patch.setattr(storage, "remove", refuse)
         with pytest.raises(OSError, match="Read-only"):
             owner.release()
-    assert not owner.held
+    with pytest.raises(LeaseLost, match="does not own"):
+        owner.check()
     make(storage, lock=lock_file).acquire()
 
 
@@ -414,7 +415,8 @@ def test_contender_that_decided_too_early_does_not_rob_the_new_owner(storage):
     decision = slow._look()
     quick.acquire()
     slow._take_over(decision)
-    assert not slow.held
+    with pytest.raises(LeaseLost, match="does not own"):
+        slow.check()
     quick.check()
     assert storage.listdir("") == [layout.LEASE]
 

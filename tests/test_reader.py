@@ -84,13 +84,12 @@ def flip(storage, name, position, directory=STEP):
 @pytest.mark.parametrize("make", [state, big])
 def test_every_tensor_comes_back_bit_for_bit_in_its_memory_format(storage, make):
     view = make_view(make(), objects={"trees": {"model": [1, 2]}})
-    write_checkpoint(storage, view, metrics={"loss": 0.5})
+    write_checkpoint(storage, view)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         snapshot = read(storage)
         assert_equal(snapshot, make())
     assert snapshot.objects == {"trees": {"model": [1, 2]}}
-    assert snapshot.metrics == {"loss": 0.5}
     assert (snapshot.step, snapshot.timeline) == (10, "main")
 
 
@@ -377,10 +376,9 @@ def test_a_file_that_shrinks_while_it_is_read(storage, monkeypatch):
 
 
 def test_a_slot_is_opened_without_a_copy(recwarn):
-    view = make_view(state(), objects={"trees": {}, "metrics": {"loss": 0.5, "note": "x"}})
+    view = make_view(state(), objects={"trees": {}})
     snapshot = open_memory(view, rank=0, world_size=1)
     assert_equal(snapshot, state())
-    assert snapshot.metrics == {"loss": 0.5}
     assert snapshot.leaf(0).untyped_storage().data_ptr() == snapshot.leaf(1).untyped_storage().data_ptr()
     assert not recwarn.list
 

@@ -66,10 +66,6 @@ def test_none_keeps_all():
     assert keep([entry(1), entry(2)], newest=None) == []
 
 
-def test_every_nth_stays_for_good():
-    assert steps(keep([entry(step) for step in range(10, 70, 10)], newest=1, every=20)) == [10, 30, 50]
-
-
 def test_pinned_steps_stay_and_do_not_count():
     assert steps(keep([entry(1), entry(2), entry(3), entry(4)], newest=2, pinned={2, 4})) == []
     assert steps(keep([entry(1), entry(2), entry(3), entry(4)], newest=1, pinned={4})) == [1, 2]
@@ -95,13 +91,12 @@ def test_only_valid_committed_ones_count():
         unique_by=lambda item: item[0],
     ),
     st.integers(0, 5),
-    st.none() | st.integers(1, 7),
     st.sets(st.integers(0, 40)),
     st.sets(st.integers(0, 40)),
 )
-def test_whatever_the_numbers_the_newest_valid_and_the_protected_stay(items, newest, every, pinned, held):
+def test_whatever_the_numbers_the_newest_valid_and_the_protected_stay(items, newest, pinned, held):
     entries = [entry(*item) for item in items]
-    going = keep(entries, newest=newest, every=every, pinned=pinned, held=held)
+    going = keep(entries, newest=newest, pinned=pinned, held=held)
     valid = [e for e in entries if e.kind == "committed" and e.problem is None]
     assert all(e in valid for e in going)
     assert not {e.step for e in going} & (pinned | held)

@@ -16,6 +16,7 @@ from easyckpt.errors import OutOfSpace, SaveFailed
 from easyckpt.format.checksum import ChunkHasher, chunk_digests, digest_bytes
 from easyckpt.format.image import Layout
 from easyckpt.format.manifest import Index
+from easyckpt.memory.private_slot import PrivateSlot
 from easyckpt.saving import writer
 from easyckpt.saving.writer import FilePlan, ShardWriter, index_digests, replicated_digest
 from easyckpt.storage.local import LocalStorage
@@ -73,6 +74,40 @@ def test_records_and_chunks_are_those_of_the_files(storage, mib, hash_threads):
     assert index.layout == Layout.from_bytes(view.static)
     assert index.objects == {"trees": {}}
     assert (index.step, index.timeline, index.rank) == (10, "main", 0)
+
+
+def test_a_snapshot_is_written_by_its_own_layout_though_training_hands_over_the_next_one(storage, monkeypatch):
+    view, following = make_view(tensors()), make_view(tensors(elements=100))
+    writer = ShardWriter(storage)
+    writer.prepare(Layout.from_bytes(view.static))
+    later, digest = Layout.from_bytes(following.static), Layout.digest.fget
+
+    def handed_over_just_now(layout):
+        writer.prepare(later)
+        return digest(layout)
+
+    monkeypatch.setattr(Layout, "digest", property(handed_over_just_now))
+    writer.write("attempt", view, write_replicated=True)
+    assert Index.from_bytes(storage.read("attempt/rank-00000.json")).layout == Layout.from_bytes(view.static)
+    loaded = safetensors.torch.load(storage.read("attempt/rank-00000.safetensors"))
+    assert torch.equal(loaded["model.weight"], tensors()["weight"])
+
+
+def test_a_snapshot_that_is_written_over_meanwhile_is_never_taken_for_whole(storage, monkeypatch):
+    slot = PrivateSlot.create("test", MIB, 4096)
+    view = make_view(tensors())
+    slot.begin()
+    slot.image[: view.image.nbytes] = view.image
+    slot.seal(view.meta, view.static, view.objects)
+
+    def written_over():
+        if not slot.writing:
+            slot.begin()
+        return False
+
+    with pytest.raises(SaveFailed, match=r"step 10 was given up while rank-00000\.safetensors was being written"):
+        ShardWriter(storage).write("attempt", slot.view(), write_replicated=True, abandoned=written_over)
+    assert not storage.exists("attempt/rank-00000.json")
 
 
 def test_only_rank_0_writes_what_is_replicated(storage):

@@ -39,7 +39,8 @@ _word = re.compile(_WORD)
 _nonce = re.compile(r"[0-9A-Za-z_]{1,64}")
 _arena_id = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
 _arena_file = re.compile(
-    rf"easyckpt-[0-9A-Za-z_.-]{{1,64}}-[0-9a-f]{{12}}-[0-9a-f]{{8}}-{_RANK}\.(?:0|[1-9][0-9]{{0,5}}|owner)"
+    r"easyckpt-(?P<user>[0-9A-Za-z_.-]{1,64})-(?P<arena>[0-9a-f]{12}-[0-9a-f]{8})-"
+    rf"{_RANK}\.(?:(?P<slot>0|[1-9][0-9]{{0,5}})|owner)"
 )
 
 
@@ -172,6 +173,12 @@ def is_temp_file(name: str) -> bool:
     return match is not None and safe_name(match["name"]) and parse_tmp_dir(name) is None
 
 
+def is_beside_lease(name: str) -> bool:
+    """Is this a :func:`temp_file` of the lease, or of such a file, which is made through a temporary one itself?"""
+    match = _temp_file.fullmatch(name)
+    return match is not None and is_temp_file(name) and (match["name"] == LEASE or is_beside_lease(match["name"]))
+
+
 # Shared memory.
 
 
@@ -181,9 +188,9 @@ def arena_id(run: str, root_realpath: str) -> str:
     return _checked(f"{run[:12]}-{place}", _arena_id, "an arena id")
 
 
-def _arena_prefix(user: str) -> str:
-    # Only a label: who owns a file is asked of the file system.
-    return "easyckpt-" + (re.sub(r"[^0-9A-Za-z_.-]", "_", user)[:64] or "_")
+def _label(user: str) -> str:
+    # Who owns a file is asked of the file system.
+    return re.sub(r"[^0-9A-Za-z_.-]", "_", user)[:64] or "_"
 
 
 def slot_file(user: str, arena_id: str, rank: int, slot: int) -> str:
@@ -199,7 +206,7 @@ def owner_file(user: str, arena_id: str, rank: int) -> str:
 
 def _arena_stem(user: str, arena: str, rank: int) -> str:
     _checked(arena, _arena_id, "an arena id")
-    return f"{_arena_prefix(user)}-{arena}-{_checked_number(rank, MAX_RANK, 'rank'):05d}"
+    return f"easyckpt-{_label(user)}-{arena}-{_checked_number(rank, MAX_RANK, 'rank'):05d}"
 
 
 def owner_beside(slot_path: str) -> str:
@@ -209,12 +216,27 @@ def owner_beside(slot_path: str) -> str:
 
 def node_lock_file(user: str) -> str:
     """``easyckpt-<user>.lock``: held while ranks of one node divide its memory."""
-    return _arena_prefix(user) + ".lock"
+    return f"easyckpt-{_label(user)}.lock"
 
 
-def is_arena_file(name: str) -> bool:
-    """Is this a :func:`slot_file` or an :func:`owner_file` name?"""
-    return _arena_file.fullmatch(name) is not None
+def is_arena_file(name: str, user: str | None = None, arena: str | None = None) -> bool:
+    """Is this a :func:`slot_file` or an :func:`owner_file` name, of that user and arena where they are given?"""
+    match = _arena_file.fullmatch(name)
+    return match is not None and _has(match, user, arena, None)
+
+
+def is_slot_file(name: str, user: str | None = None, arena: str | None = None, rank: int | None = None) -> bool:
+    """Is this a :func:`slot_file` name, of that user, arena and rank where they are given?"""
+    match = _arena_file.fullmatch(name)
+    return match is not None and match["slot"] is not None and _has(match, user, arena, rank)
+
+
+def _has(match: re.Match[str], user: str | None, arena: str | None, rank: int | None) -> bool:
+    return (
+        (user is None or match["user"] == _label(user))
+        and (arena is None or match["arena"] == arena)
+        and (rank is None or int(match["rank"]) == rank)
+    )
 
 
 class NamingScheme(Protocol):

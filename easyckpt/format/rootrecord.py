@@ -97,6 +97,15 @@ class RootRecord:
         """Does `step` of `timeline` lie in the past of the newest timeline?"""
         return any(name == timeline and (limit is None or step <= limit) for name, limit in self.ancestry())
 
+    @property
+    def runs(self) -> frozenset[str]:
+        """Runs whose checkpoints belong here: this one, and the one whose checkpoints were copied."""
+        return frozenset(filter(None, (self.run, (self.parent or "").partition("/")[0])))
+
+    def is_past(self, run: str, timeline: str, step: int) -> bool:
+        """Is `step` of `run` one that training may go on from, and that rotation counts?"""
+        return run in self.runs and self.on_ancestry(timeline, step)
+
 
 def _timelines(fields: Fields) -> tuple[Timeline, ...]:
     timelines: dict[str, Timeline] = {}

@@ -17,6 +17,7 @@ from easyckpt.distributed.rendezvous import Channel, LocalChannel
 from easyckpt.errors import DamagedCheckpoint, ForeignFormat, NoCheckpoint, StorageError
 from easyckpt.events import Event, Warned
 from easyckpt.format.layout import ROOT_FILE, NamingScheme
+from easyckpt.format.manifest import Manifest
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.progress import newest_step_logged, steps_lost
 from easyckpt.loading.reader import Submit, open_storage, run_now
@@ -253,15 +254,14 @@ def restore_read_only(
     listed = _committed(storage, naming, step)
     live = StateCapture(state).components
     names = set(state) if components is None else components
-    opened: list[tuple[int, dict[str, Any]]] = []
+    manifests: dict[str, Manifest] = {}
 
     def open_candidate(candidate: Candidate) -> Snapshot:
-        world_size = catalog.read_manifest(storage, candidate.source).world_size
-        # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
         source, attempt = candidate.source, candidate.attempt
-        snapshot = open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
-        opened.append((world_size, snapshot.metrics))
-        return snapshot
+        manifests[source] = catalog.read_manifest(storage, source)
+        # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
+        world_size = manifests[source].world_size
+        return open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
 
     def apply(snapshot: Snapshot) -> None:
         layout = snapshot.layout
@@ -280,9 +280,8 @@ def restore_read_only(
     )
     if taken is None:
         raise DamagedCheckpoint(f"{root}: nothing could be restored")
-    world_size, metrics = opened[-1]
-    path = os.path.join(storage.root, taken.source)
-    return Restored(taken.step, "storage", path, world_size, taken.timeline, dict(metrics))
+    manifest, path = manifests[taken.source], os.path.join(storage.root, taken.source)
+    return Restored(taken.step, "storage", path, manifest.world_size, taken.timeline, dict(manifest.metrics))
 
 
 def _committed(storage: LocalStorage, naming: NamingScheme, step: int | None) -> list[Candidate]:

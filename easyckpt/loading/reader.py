@@ -90,10 +90,7 @@ def open_storage(
         path = f"{directory}/{part.shard.name}"
         _check_size(storage.root, path, _size_of(storage, path), part.shard.size)
     if image is None or image.nbytes < plan.nbytes:
-        memory = Mapping(None, 0, max(plan.nbytes, mmap.PAGESIZE))
-        if wanted is everything:
-            memory.populate(threads=min(4, os.cpu_count() or 1))  # faults of single pages would slow the reads
-        image = memory.view()
+        image = _fresh_memory(plan.nbytes, present=wanted is everything)
     for part in plan.parts:
         _read_shard(storage, directory, part, image, submit)
     return Snapshot(
@@ -101,10 +98,16 @@ def open_storage(
         timeline=manifest.timeline,
         layout=index.layout,
         objects=index.objects,
-        metrics=dict(manifest.metrics),
         image=image,
         places=plan.places,
     )
+
+
+def _fresh_memory(nbytes: int, *, present: bool) -> memoryview:
+    memory = Mapping(None, 0, max(nbytes, mmap.PAGESIZE))
+    if present:
+        memory.populate(threads=min(4, os.cpu_count() or 1))  # faults of single pages would slow the reads
+    return memory.view()
 
 
 def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:

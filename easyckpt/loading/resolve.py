@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ def _from_memory(memory: Iterable[SlotMeta], record: RootRecord | None, run: str
 
 
 def _from_storage(catalog: Catalog, record: RootRecord | None, run: str) -> Iterable[Candidate]:
-    runs = {run, (record.parent or "").partition("/")[0] if record else ""}
+    runs = {run} if record is None else record.runs
     committed = catalog.of_kind("committed")
     for entry in committed:
         if entry.manifest is not None:
@@ -90,8 +90,7 @@ def _from_storage(catalog: Catalog, record: RootRecord | None, run: str) -> Iter
         if entry.valid
         and entry.step not in taken
         and entry.manifest is not None
-        and entry.manifest.run in runs
-        and _in_the_past(record, entry.manifest)
+        and (record is None or record.is_past(entry.manifest.run, entry.manifest.timeline, entry.step))
     ]
     if leftovers:
         yield _candidate(max(leftovers, key=lambda entry: (entry.step, entry.attempt or "")))
@@ -113,9 +112,9 @@ def _in_the_past(record: RootRecord | None, manifest: Manifest) -> bool:
     return record is None or not record.timelines or record.on_ancestry(manifest.timeline, manifest.step)
 
 
-def _check_run(entry: Entry, manifest: Manifest, runs: set[str]) -> None:
+def _check_run(entry: Entry, manifest: Manifest, runs: Collection[str]) -> None:
     if manifest.run not in runs:
-        ours = ", ".join(sorted(filter(None, runs)))
+        ours = ", ".join(sorted(runs))
         raise ForeignFormat(
             f"{entry.name} belongs to run {manifest.run}, this root to {ours}: two jobs have written into it, or a "
             "checkpoint was copied here by hand. Give each job a root of its own, or move that directory away; to "

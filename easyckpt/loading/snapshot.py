@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ class Snapshot:
     timeline: str
     layout: Layout
     objects: Json
-    metrics: dict[str, Any]
     image: memoryview | None
     """The bytes of all tensors, at `places`."""
     places: Sequence[int | None]
@@ -105,21 +103,14 @@ def open_memory(view: SlotView, *, rank: int, world_size: int, where: str = "sha
         raise DamagedCheckpoint(f"{where}: step {meta.step}: the slot's header and its layout contradict each other")
     if meta.image_digest is not None and xxhash.xxh3_128_hexdigest(view.image[: meta.image_bytes]) != meta.image_digest:
         raise DamagedCheckpoint(f"{where}: step {meta.step}: the image does not match its checksum: rotten memory")
-    objects = loads(view.objects)
-    logged = objects.get("metrics") if isinstance(objects, dict) else None
     return Snapshot(
         step=meta.step,
         timeline=meta.timeline,
         layout=layout,
-        objects=objects,
-        metrics=_numbers(logged) if isinstance(logged, Mapping) else {},
+        objects=loads(view.objects),
         image=view.image[:],
         places=[leaf.offset for leaf in layout.leaves],
     )
-
-
-def _numbers(logged: Mapping[str, Json]) -> dict[str, Any]:
-    return {name: value for name, value in logged.items() if isinstance(value, (int, float))}
 
 
 def check_world_size(what: str, saved: int, now: int) -> None:

@@ -15,8 +15,6 @@ from easyckpt.memory.reading import peek
 from easyckpt.memory.slot import Slot
 
 _log = logging.getLogger("easyckpt")
-_SOME_ARENA = "0" * 12 + "-" + "0" * 8
-_OWNER = layout.owner_file("x", _SOME_ARENA, 0).rpartition(".")[2]
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,7 +46,7 @@ def take_over(directory: str, user: str, identity: tuple[str, str, int]) -> Foun
     found = Found()
     for path in _slot_paths(directory, None):
         # Another rank's slot is in use by its owner: it is judged by its header alone, and never touched.
-        mine = _own_name(path, user, *identity[1:])
+        mine = layout.is_slot_file(os.path.basename(path), user, *identity[1:])
         try:
             meta = peek(path)
             if meta is None and not mine:
@@ -97,17 +95,9 @@ def _is_plain_and_ours(path: str) -> bool:
 
 
 def _slot_paths(directory: str, user: str | None) -> list[str]:
-    prefix = "" if user is None else layout.slot_file(user, _SOME_ARENA, 0, 0).partition(_SOME_ARENA)[0]
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
     # Owner files are never opened here: closing one would drop this process's own lock on it.
-    wanted = (n for n in names if n.startswith(prefix) and layout.is_arena_file(n) and n.rpartition(".")[2] != _OWNER)
-    return [os.path.join(directory, name) for name in sorted(wanted)]
-
-
-def _own_name(path: str, user: str, arena_id: str, rank: int) -> bool:
-    name = os.path.basename(path)
-    number = name.rpartition(".")[2]
-    return number.isdigit() and layout.slot_file(user, arena_id, rank, int(number)) == name
+    return [os.path.join(directory, name) for name in sorted(names) if layout.is_slot_file(name, user)]

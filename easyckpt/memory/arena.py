@@ -91,11 +91,6 @@ class Arena:
         """Whether snapshots survive the death of this process: False once a slot is private memory."""
         return not self._supply.private and all(slot.survives for slot in self._all())
 
-    @property
-    def nbytes(self) -> int:
-        """All memory of the slots."""
-        return sum(slot.nbytes for slot in self._all())
-
     def adopt(self) -> list[SlotView]:
         """Take over what dead processes of this arena left; its whole snapshots, by ascending step.
 
@@ -119,8 +114,8 @@ class Arena:
         self._supply.ensure(image_bytes, tail_bytes)
 
     def ready(self, image_bytes: int) -> bool:
-        """Whether a slot for `image_bytes` exists, free or not."""
-        return any(slot.image_capacity >= image_bytes for slot in self._all())
+        """Whether a slot for `image_bytes` exists, free or not, and smaller ones are to be replaced by such."""
+        return self._supply.need[0] >= image_bytes and any(slot.image_capacity >= image_bytes for slot in self._all())
 
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Wait until the background work that `ensure` or `acquire` asked for has ended. Raises what it met."""
@@ -176,10 +171,12 @@ class Arena:
 
         Keep the step in `held` while its image is in use.
         """
+        # The training thread may begin another slot at any moment: each one's `meta` is read once.
+        metas = [(slot.meta, slot) for slot in self._all()]
         matching = [
-            (slot.meta.sealed_at, slot)
-            for slot in self._all()
-            if slot.meta is not None and (slot.meta.step, slot.meta.timeline) == (step, timeline)
+            (meta.sealed_at, slot)
+            for meta, slot in metas
+            if meta is not None and (meta.step, meta.timeline) == (step, timeline)
         ]
         if not matching:
             raise UsageError(f"no sealed snapshot of step {step} on timeline {timeline} is in memory")
@@ -264,14 +261,14 @@ class Arena:
     # Choosing a slot. With the lock held.
 
     def _is_free(self, slot: Slot, keep_from: int | None, held: Collection[int]) -> bool:
-        began = self._busy.get(slot)
-        if began is not None:
-            if slot.meta is None or slot.sequence == began:
+        # Whoever has acquired it may begin or seal it just now: each is read once, and in this order.
+        sequence, meta = slot.sequence, slot.meta
+        if sequence % 2:
+            return False  # being written
+        if slot in self._busy:
+            if meta is None or sequence == self._busy[slot]:
                 return False
             del self._busy[slot]  # sealed since
-        if slot.writing:
-            return False
-        meta = slot.meta
         return meta is None or (keep_from is not None and meta.step < keep_from and meta.step not in held)
 
     def _give_up(self, slot: Slot) -> None:

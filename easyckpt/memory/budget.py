@@ -60,11 +60,10 @@ def available(directory: str) -> Budget:
 
 def held_bytes(directory: str, user: str, arena_id: str) -> int:
     """The memory that the arenas of all ranks of `arena_id` hold in `directory`."""
-    prefix = layout.slot_file(user, arena_id, 0, 0).partition(arena_id)[0] + arena_id
     total = 0
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            if entry.name.startswith(prefix) and layout.is_arena_file(entry.name):
+            if layout.is_arena_file(entry.name, user, arena_id):
                 with contextlib.suppress(OSError):
                     found = entry.stat(follow_symlinks=False)
                     total += found.st_blocks * 512 if found.st_uid == os.geteuid() else 0

@@ -75,15 +75,19 @@ class Supply:
             self._reserved.update(reserved)
 
     def ensure(self, image_bytes: int, tail_bytes: int) -> None:
-        """Have slots of this size made; returns at once."""
+        """Have slots of this size made, or of the larger one that was asked for before; returns at once.
+
+        The size never goes down: slots of several sizes would be made, of which the small ones pass for good.
+        """
         with self.state:
-            before, tail = self.need[0], max(PAGE, round_up(tail_bytes))
-            self.need = (max(PAGE, round_up(image_bytes)), tail)
-            if self.need[0] > before > 0:
-                self._growths += 1
+            before = self.need[0]
+            image, tail = max(PAGE, round_up(image_bytes)), max(PAGE, round_up(tail_bytes), self.need[1])
+            if image > before:
+                self.need = (image, tail)
+                self._growths += before > 0
                 if self._growths > 1:
                     self.need = (self._roomy(image_bytes), tail)
-            self._set_target()
+                self._set_target()
             self.start()
 
     def start(self) -> None:

@@ -18,6 +18,7 @@ from easyckpt.format.image import Layout
 from easyckpt.saving.commit import CommitContext, build_manifest, commit
 from easyckpt.saving.leader import Work
 from easyckpt.saving.messages import Flush
+from easyckpt.saving.metrics import metrics_in
 from easyckpt.saving.retention import apply_retention
 from easyckpt.saving.worker import Result, Worker
 from easyckpt.saving.writer import ShardWriter, SnapshotBytes, replicated_digest
@@ -47,17 +48,16 @@ class Flusher:
         keep_newest: int | None,
         min_free_bytes: int = 0,
         emit: Callable[[Event], None],
-        metrics_of: Callable[[int], dict[str, float]],
     ) -> None:
         self._context = context
         self._ranks = ranks
         self._run = run
         self._keep_newest = keep_newest
         self._emit = emit
-        self._metrics_of = metrics_of
         self._writer = ShardWriter(context.storage, min_free_bytes=min_free_bytes)
         self._worker = Worker("easyckpt-flush")
-        self._begun: dict[str, float] = {}
+        self._begun = 0.0
+        """When the newest write was asked for: of the attempt that is committed next, since there is one at a time."""
 
     def prepare(self, layout: Layout) -> None:
         """The layout of the snapshots to come, so that it need not be parsed out of them."""
@@ -71,7 +71,7 @@ class Flusher:
         self, flush: Flush, view: SnapshotBytes, abandoned: threading.Event
     ) -> Future[dict[str, tuple[int, str]]]:
         """Write and fsync this rank's shard and index into the attempt's directory."""
-        self._begun[flush.attempt] = time.perf_counter()
+        self._begun = time.perf_counter()
 
         def job() -> dict[str, tuple[int, str]]:
             directory = self._context.naming.temporary(flush.step, flush.attempt)
@@ -89,8 +89,7 @@ class Flusher:
 
     def commit(self, work: Work, view: SnapshotBytes) -> Future[CommitResult]:
         """Rank 0: steps 4 and 5 of the commit protocol."""
-        begun = self._begun.pop(work.flush.attempt, time.perf_counter())
-        timeline, metrics = view.meta.timeline, self._metrics_of(work.flush.step)
+        begun = self._begun
 
         def job() -> CommitResult:
             try:
@@ -99,10 +98,10 @@ class Flusher:
                     work.flush,
                     work.files,
                     run=self._run,
-                    timeline=timeline,
+                    timeline=view.meta.timeline,
                     world_size=self._ranks.world_size,
                     parent=record.parent if record is not None else None,
-                    metrics=metrics,
+                    metrics=metrics_in(self._writer.layout_of(view), view.objects),
                 )
                 nbytes = commit(self._context, work.flush, work.files, manifest)
             except OutcomeUnknown as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -37,6 +38,7 @@ class Housekeeper:
         self._lease, self._lease_interval, self._on_lease_lost = lease, lease_interval, on_lease_lost
         self._look_after_memory = look_after_memory
         self._renewed = self._looked = time.monotonic()
+        self._failing: set[str] = set()
         self._stopping = threading.Event()
         self._hurry, self._written = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="easyckpt-housekeeper", daemon=True)
@@ -63,23 +65,30 @@ class Housekeeper:
             if asked:
                 self._written.set()
         self._once()
+        if self._metrics is not None and self._metrics.unwritten:
+            logger.warning("%d lines of metrics could not be written and are lost", self._metrics.unwritten)
 
     def _once(self) -> None:
-        self._events.drain()
+        self._do("writing events", self._events.drain)
         if self._metrics is not None:
-            try:
-                self._metrics.write(self._storage)
-            except (EasyckptError, OSError) as error:
-                logger.warning("writing metrics failed: %s", error)
+            self._do("writing metrics", functools.partial(self._metrics.write, self._storage))
         if time.monotonic() - self._looked >= MEMORY_PERIOD_SECONDS:
             self._looked = time.monotonic()
-            try:
-                self._look_after_memory()
-            except (EasyckptError, OSError) as error:
-                logger.warning("looking after the memory tier failed, will try again: %s", error)
+            self._do("looking after the memory tier", self._look_after_memory)
         if self._lease is not None and time.monotonic() - self._renewed >= self._lease_interval:
             self._renewed = time.monotonic()
-            self._renew(self._lease)
+            self._do("renewing the lease", functools.partial(self._renew, self._lease))
+
+    def _do(self, what: str, duty: Callable[[], object]) -> None:
+        """Whatever one duty meets, the others go on: the lease is lost without them. Said once, until it has passed."""
+        try:
+            duty()
+        except Exception as error:  # noqa: BLE001 - see above
+            if what not in self._failing:
+                self._failing.add(what)
+                logger.warning("%s failed, will try again: %s", what, error if str(error) else repr(error))
+        else:
+            self._failing.discard(what)
 
     def _renew(self, lease: Lease) -> None:
         try:
@@ -87,5 +96,3 @@ class Housekeeper:
         except LeaseLost as error:
             self._lease = None
             self._on_lease_lost(error)
-        except (EasyckptError, OSError) as error:
-            logger.warning("renewing the lease failed, will try again: %s", error)

@@ -17,7 +17,7 @@ from easyckpt.catalog import Catalog, Entry
 from easyckpt.errors import NotLoaded, SaveFailed
 from easyckpt.format import layout
 from easyckpt.format.manifest import RootRecord, Timeline
-from easyckpt.saving import metrics
+from easyckpt.saving.metrics import Metrics
 from easyckpt.storage.base import Storage
 
 logger = logging.getLogger("easyckpt")
@@ -64,19 +64,23 @@ def new_root(storage: Storage, naming: layout.NamingScheme) -> RootRecord:
     )
 
 
-def open_line(storage: Storage, naming: layout.NamingScheme, origin: Origin | None) -> tuple[RootRecord, int]:
-    """Open the line that goes on from `origin`; None when load() was never called.
+def open_line(
+    storage: Storage, naming: layout.NamingScheme, origin: Origin | None, metrics: Metrics
+) -> tuple[RootRecord, int]:
+    """Open the line that goes on from `origin`; None when load() was never called. `metrics` past it are dropped.
 
     Returns the root's new record, whose last timeline it is, and the newest step that is committed on it (-1: none).
     Raises NotLoaded when the root holds checkpoints that nobody has looked at, SaveFailed when storage refuses.
     """
     try:
-        return _open_line(storage, naming, origin)
+        return _open_line(storage, naming, origin, metrics)
     except OSError as error:
         raise SaveFailed(f"{storage.root}: beginning a line of training failed, nothing is saved: {error}") from error
 
 
-def _open_line(storage: Storage, naming: layout.NamingScheme, origin: Origin | None) -> tuple[RootRecord, int]:
+def _open_line(
+    storage: Storage, naming: layout.NamingScheme, origin: Origin | None, metrics: Metrics
+) -> tuple[RootRecord, int]:
     record = catalog.read_root(storage)
     assert record is not None
     found = catalog.scan(storage, naming)
@@ -170,7 +174,6 @@ def _rolls_forward(record: RootRecord, entry: Entry, committed: set[int]) -> boo
     return (
         manifest is not None
         and entry.problem is None
-        and manifest.run == record.run
-        and record.on_ancestry(manifest.timeline, entry.step)
+        and record.is_past(manifest.run, manifest.timeline, entry.step)
         and entry.step not in committed
     )

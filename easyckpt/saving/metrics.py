@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import json
+import logging
 import math
-import queue
+import threading
 import time
 from typing import Any
 
@@ -17,30 +18,40 @@ from easyckpt.format.image import Layout
 from easyckpt.state.apply import saved_value
 from easyckpt.storage.base import Storage
 
+logger = logging.getLogger("easyckpt")
+
 #: The component of a snapshot that holds them.
 COMPONENT = "easyckpt.metrics"
-#: Enough for every step that can still be in memory and be committed.
-REMEMBERED_STEPS = 256
+#: Lines that wait for storage, and once more as many that are read and could not be written; later ones are counted.
+QUEUE_LIMIT = 10_000
 #: What a line says by itself (resuming cuts by it), and what a value that the user gave that name is called there.
 OWN_NAMES = {"step": "logged_step", "time": "logged_time"}
 
 
 class Metrics:
-    """`log` and `take` belong to the training thread; `write` to a background thread, which reads GPU tensors there."""
+    """`log`, `take` and `cut` belong to the training thread; `write` to a background thread, which reads GPU tensors.
 
-    def __init__(self) -> None:
+    With `writes` (rank 0's), what is taken waits for `write`; else it only goes into the snapshot.
+    """
+
+    def __init__(self, *, writes: bool = True) -> None:
         self._pending: dict[str, Any] = {}
-        self._queue: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self._writes = writes
+        self._queue: collections.deque[tuple[int, float, dict[str, Any]]] = collections.deque()
+        self._writing = threading.Lock()
+        """Guards the file, `_lines`, and what is taken out of the queue."""
+        self._lines: list[tuple[int, bytes]] = []
+        self._lost = self._told_lost = 0
         self.latest: dict[str, float] = {}
         """What goes into the next snapshot: plain numbers only."""
-        self._of_step: collections.OrderedDict[int, dict[str, float]] = collections.OrderedDict()
 
     def log(self, values: dict[str, Any]) -> None:
-        """Keep `values` for the next step. A value is a number, a string, or a tensor with one element."""
+        """Keep `values` for the next step. A value is a real number, a string, or a tensor with one real element."""
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                if value.numel() != 1:
-                    raise UsageError(f"log({name}=…): a tensor must have one element, this has {value.numel()}")
+                if value.numel() != 1 or value.is_complex():
+                    kind = f"{value.numel()} of {value.dtype}"
+                    raise UsageError(f"log({name}=…): a tensor must have one element, a real number; this has {kind}")
                 detached = value.detach()
                 self._pending[name] = detached.item() if detached.device.type == "cpu" else detached.clone()
             elif isinstance(value, (bool, int, float, str)):
@@ -50,32 +61,39 @@ class Metrics:
 
     def take(self, step: int) -> None:
         """Everything logged so far belongs to `step`."""
-        if self._pending:
-            values, self._pending = self._pending, {}
-            self.latest = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-            self._queue.put((step, values))
-        self.remember(step)
-
-    def remember(self, step: int) -> None:
-        """The latest values are those of `step`."""
-        self._of_step[step] = self.latest
-        while len(self._of_step) > REMEMBERED_STEPS:
-            self._of_step.popitem(last=False)
-
-    def of_step(self, step: int) -> dict[str, float]:
-        """What was newest at `step`; empty for a step long gone."""
-        return self._of_step.get(step, {})
+        if not self._pending:
+            return
+        values, self._pending = self._pending, {}
+        self.latest = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        if self._writes and len(self._queue) < QUEUE_LIMIT:
+            self._queue.append((step, time.time(), values))
+        elif self._writes:
+            self._lost += 1
 
     def write(self, storage: Storage) -> None:
-        """Append what was taken to the metrics file."""
-        lines = []
-        while not self._queue.empty():
-            step, values = self._queue.get()
-            logged = {OWN_NAMES.get(name, name): _plain(value) for name, value in values.items()}
-            record = {"step": step, "time": time.time()} | logged
-            lines.append(json.dumps(record, separators=(",", ":")))
-        if lines:
-            storage.append(layout.METRICS, ("\n".join(lines) + "\n").encode())
+        """Append what was taken to the metrics file. What storage refuses is kept for the next time."""
+        with self._writing:
+            while self._queue and len(self._lines) < QUEUE_LIMIT:
+                step, moment, values = self._queue.popleft()
+                self._lines.append((step, _line(step, moment, values)))
+            if self._lines:
+                storage.append(layout.METRICS, b"".join(line for _, line in self._lines))
+                self._lines.clear()
+        if self._lost > self._told_lost:
+            self._told_lost = self._lost
+            logger.warning("%d lines of metrics were dropped: they came faster than they were written", self._lost)
+
+    @property
+    def unwritten(self) -> int:
+        """Lines that were taken and are not in the file."""
+        return len(self._queue) + len(self._lines)
+
+    def cut(self, storage: Storage, step: int) -> None:
+        """Drop lines of steps past `step`, written or not (and a last line that a crash left half-written)."""
+        with self._writing:
+            self._lines = [entry for entry in self._lines if entry[0] <= step]
+            self._queue = collections.deque(entry for entry in self._queue if entry[0] <= step)
+            _cut_file(storage, step)
 
     def state_dict(self) -> dict[str, Any]:
         """For the snapshot."""
@@ -99,8 +117,7 @@ def _no_tensor(number: int) -> Any:
     raise DamagedCheckpoint(f"the metrics refer to tensor {number}, and they have none")
 
 
-def cut(storage: Storage, step: int) -> None:
-    """Drop lines of steps past `step` (and a last line that a crash left half-written)."""
+def _cut_file(storage: Storage, step: int) -> None:
     if not storage.exists(layout.METRICS):
         return
     data = storage.read(layout.METRICS)
@@ -115,6 +132,16 @@ def _step_of(line: bytes) -> float:
         return float(record["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+def _line(step: int, moment: float, values: dict[str, Any]) -> bytes:
+    fields = {"step": json.dumps(step), "time": json.dumps(moment)}
+    for name, value in values.items():
+        try:
+            fields[OWN_NAMES.get(name, name)] = json.dumps(_plain(value))
+        except Exception as error:  # noqa: BLE001 - a GPU is read here; one value must not take the others with it
+            logger.warning("log(%s=…) of step %d cannot be written down and is left out: %s", name, step, error)
+    return ("{" + ",".join(f"{json.dumps(name)}:{text}" for name, text in fields.items()) + "}\n").encode()
 
 
 def _plain(value: Any) -> Any:

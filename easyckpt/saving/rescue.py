@@ -62,14 +62,7 @@ def rescue(
         return []
     found = catalog.scan(storage, naming)
     newest = max((entry.step for entry in found.committed() if _on_line(record, entry)), default=-1)
-    lease = Lease(
-        storage,
-        root_lock_path=layout.owner_beside(next(iter(groups.values()))[0]),
-        incarnation=secrets.token_hex(4),
-        run=record.run,
-        timeout=config.lease_timeout,
-        is_free=OwnerLock.is_free,
-    )
+    lease = _lease(storage, record, next(iter(groups.values()))[0], config)
     with _owned(path for paths in groups.values() for path in paths):
         lease.acquire(on_wait)
         try:
@@ -81,6 +74,17 @@ def rescue(
             ]
         finally:
             lease.release()
+
+
+def _lease(storage: LocalStorage, record: RootRecord, slot_path: str, config: CheckpointConfig) -> Lease:
+    return Lease(
+        storage,
+        root_lock_path=layout.owner_beside(slot_path),
+        incarnation=secrets.token_hex(4),
+        run=record.run,
+        timeout=config.lease_timeout,
+        is_free=OwnerLock.is_free,
+    )
 
 
 def _on_line(record: RootRecord, entry: catalog.Entry) -> bool:

@@ -26,27 +26,22 @@ def keep(
     entries: Sequence[Entry],
     *,
     newest: int | None,
-    every: int | None = None,
     pinned: Collection[int] = (),
     held: Collection[int] = (),
 ) -> list[Entry]:
     """Return those of `entries` that go, oldest first. Pure.
 
     Only valid committed entries are looked at; all others stay and count for nothing. Of those, the `newest` ones
-    that are not pinned stay (None: all), and for good every one whose step is a multiple of `every`. Pinned steps
-    stay and do not count; held ones (being read) stay as long as they are held. Whatever the numbers say, the newest
-    stays. An entry carries its manifest, and that the step's metrics: a policy that keeps the best ones belongs here.
+    that are not pinned stay (None: all). Pinned steps stay and do not count; held ones (being read) stay as long as
+    they are held. Whatever the numbers say, the newest stays. An entry carries its manifest, and that the step's
+    metrics: a policy that keeps the best ones belongs here.
     """
     valid = sorted((entry for entry in entries if entry.kind == "committed" and entry.valid), key=_step)
     if newest is None or not valid:
         return []
     countable = [entry for entry in valid if entry.step not in pinned]
     going = countable[: max(0, len(countable) - newest)]
-    return [
-        entry
-        for entry in going
-        if entry is not valid[-1] and entry.step not in held and not (every and entry.step % every == 0)
-    ]
+    return [entry for entry in going if entry is not valid[-1] and entry.step not in held]
 
 
 def apply_retention(
@@ -55,7 +50,6 @@ def apply_retention(
     found: Catalog,
     *,
     newest: int | None,
-    every: int | None = None,
     held: Collection[int] = (),
 ) -> list[Entry]:
     """Remove what :func:`keep` says, what an automatic fallback has set aside, and all trash. Returns what went.
@@ -65,7 +59,7 @@ def apply_retention(
     """
     record = catalog.read_root(storage)
     line = [entry for entry in found.committed() if record is None or _on_line(record, entry)]
-    going = keep(line, newest=newest, every=every, pinned=pinned_steps(storage), held=held)
+    going = keep(line, newest=newest, pinned=pinned_steps(storage), held=held)
     if record is not None:
         going += [entry for entry in found.of_kind("stale") if _is_replaced(record, entry, line)]
     nonce = secrets.token_hex(8)
@@ -100,9 +94,7 @@ def _step(entry: Entry) -> int:
 
 def _on_line(record: RootRecord, entry: Entry) -> bool:
     manifest = entry.manifest
-    if manifest is None or manifest.run not in (record.run, (record.parent or "").partition("/")[0]):
-        return False
-    return record.on_ancestry(manifest.timeline, entry.step)
+    return manifest is not None and record.is_past(manifest.run, manifest.timeline, entry.step)
 
 
 def _is_replaced(record: RootRecord, stale: Entry, line: Sequence[Entry]) -> bool:

@@ -61,6 +61,9 @@ class SnapshotBytes(Protocol):
     def at(self, offset: int, nbytes: int) -> Buffer:
         """The bytes of the leaf that lies at `offset`."""
 
+    def still_sealed(self) -> bool:
+        """Whether it has been this same snapshot up to now."""
+
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
@@ -103,28 +106,35 @@ class ShardWriter:
         self._storage = storage
         self._hash_threads = hash_threads
         self._min_free_bytes = min_free_bytes
+        self._prepared: Layout | None = None  # set by the training thread at any moment: read it once
         self._layout: Layout | None = None
 
     def prepare(self, layout: Layout) -> None:
-        """Hand over the layout of the slots to come, so that it need not be parsed out of their static bytes."""
-        self._layout = layout
+        """Hand over the layout of the slots to come, so that it need not be parsed out of their static bytes.
+
+        From any thread.
+        """
+        self._prepared = layout
 
     def write(
         self, directory: str, view: SnapshotBytes, *, write_replicated: bool, abandoned: Callable[[], bool] = never
     ) -> dict[str, FileRecord]:
         """Write and fsync shard and index of `view` into the existing `directory`; returns both files' records.
 
-        The caller syncs the directory. `abandoned` is asked before every write: SaveFailed once it is true. Raises
-        OutOfSpace before anything is written when the storage has too little room.
+        The caller syncs the directory. `abandoned` is asked before every write: SaveFailed once it is true, and
+        where the slot has not kept the snapshot to the end: the bytes would be of several steps. Raises OutOfSpace
+        before anything is written when the storage has too little room.
         """
         meta = view.meta
-        layout = self._layout_of(view)
+        layout = self.layout_of(view)
         header = shard_header(layout, write_replicated)
         nbytes = written_bytes(layout, write_replicated)
         self._check_space(view, len(header) + nbytes)
 
         shard = FilePlan(names.shard_file(meta.rank), itertools.chain((header,), view.body(nbytes)))
         written = self.write_file(directory, shard, abandoned)
+        if not view.still_sealed():
+            raise SaveFailed(f"the snapshot of step {meta.step} was given up while {shard.name} was being written")
         record = ShardRecord(
             name=shard.name,
             size=written.size,
@@ -150,6 +160,16 @@ class ShardWriter:
         finally:
             hashing.stop()
 
+    def layout_of(self, view: SnapshotBytes) -> Layout:
+        """The layout of `view`, parsed only where it was neither handed over nor asked for just before."""
+        digest = view.meta.layout_digest
+        for known in (self._prepared, self._layout):
+            if known is not None and known.digest == digest:
+                self._layout = known
+                return known
+        self._layout = layout = Layout.from_bytes(view.static)
+        return layout
+
     def _write_index(self, path: str, data: bytes, abandoned: Callable[[], bool]) -> FileRecord:
         _check_abandoned(abandoned, path)
         with self._storage.create(path) as file:
@@ -158,11 +178,6 @@ class ShardWriter:
             file.sync()
         failpoints.hit(INDEX_SYNCED)
         return FileRecord(len(data), digest_bytes(data))
-
-    def _layout_of(self, view: SnapshotBytes) -> Layout:
-        if self._layout is None or self._layout.digest != view.meta.layout_digest:
-            self._layout = Layout.from_bytes(view.static)
-        return self._layout
 
     def _check_space(self, view: SnapshotBytes, shard_bytes: int) -> None:
         chunks = -(-shard_bytes // CHUNK_BYTES)

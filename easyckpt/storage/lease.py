@@ -111,11 +111,6 @@ class Lease:
             time=clock.time(),
         )
 
-    @property
-    def held(self) -> bool:
-        """Whether this object acquired the lease and has not released or lost it, as far as it knows."""
-        return self._held
-
     def acquire(self, on_wait: Callable[[str], None] | None = None) -> None:
         """Become the owner: at once where nobody is, or where the owner is proven dead, else after the timeout.
 

@@ -78,11 +78,9 @@ def remove_leftovers(storage: Storage, owner: str) -> None:
 
     To be called by the owner. Whoever still has such a file in hand is none, and finds out.
     """
-    around = (layout.temp_file(layout.LEASE, "0").partition(layout.LEASE)[0] + layout.LEASE + ".").lstrip(".")
     try:
         for name in storage.listdir(""):
-            ours = layout.is_temp_file(name) and name.lstrip(".").startswith(around)
-            if ours and name != successor_file(owner):
+            if layout.is_beside_lease(name) and name != successor_file(owner):
                 with contextlib.suppress(FileNotFoundError):
                     storage.remove(name)
     except OSError as error:  # they are small, and the next owner tries again

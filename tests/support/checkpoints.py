@@ -70,7 +70,6 @@ def write_checkpoint(
     attempt: str = "try-1",
     share: bool = True,
     directory: str | None = None,
-    metrics: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Write one checkpoint of all ranks' `views`; rank 0 writes what is replicated if `share`, else everybody."""
     meta = views[0].meta
@@ -84,7 +83,7 @@ def write_checkpoint(
         directory,
         Manifest(
             run=meta.run, timeline=meta.timeline, step=meta.step, world_size=meta.world_size, attempt=attempt,
-            created=1.0, files=files, metrics=dict(metrics or {}),
+            created=1.0, files=files,
         ),
     )  # fmt: skip
 

@@ -1,0 +1,105 @@
+"""The metrics file beside the checkpoints: what is cut and what is written meet in no order that loses a line."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from easyckpt import failpoints
+from easyckpt.format import layout
+from easyckpt.saving import metrics as module
+from easyckpt.saving.metrics import Metrics
+from easyckpt.storage.local import LocalStorage
+from tests.support.staged import until
+
+
+@pytest.fixture
+def storage(tmp_path):
+    storage = LocalStorage(tmp_path / "root")
+    storage.makedirs("")
+    return storage
+
+
+@pytest.fixture(autouse=True)
+def disarm():
+    yield
+    failpoints.arm("")
+
+
+def take(metrics: Metrics, *steps: int) -> None:
+    for step in steps:
+        metrics.log({"loss": float(step)})
+        metrics.take(step)
+
+
+def written(storage: LocalStorage) -> list[int]:
+    return [json.loads(line)["step"] for line in storage.read(layout.METRICS).splitlines()]
+
+
+def test_a_line_that_is_just_being_written_is_not_lost_by_a_cut(storage, tmp_path):
+    metrics, held = Metrics(), tmp_path / "held"
+    take(metrics, 1, 8)
+    metrics.write(storage)
+    take(metrics, 2, 9)
+    failpoints.arm(f"storage.append.before=hold:{held}")
+    writing = threading.Thread(target=metrics.write, args=(storage,))
+    cutting = threading.Thread(target=metrics.cut, args=(storage, 5))
+    writing.start()
+    until(held.exists)
+    cutting.start()
+    until(lambda: metrics._writing.locked() or not cutting.is_alive())
+    Path(f"{held}.go").touch()
+    writing.join()
+    cutting.join()
+    assert written(storage) == [1, 2]
+
+
+def test_what_storage_has_refused_is_cut_as_well(storage):
+    metrics = Metrics()
+    take(metrics, 1, 8)
+    failpoints.arm("storage.append.before=error:EIO")
+    with pytest.raises(OSError, match="Input/output error"):
+        metrics.write(storage)
+    take(metrics, 2, 9)
+    metrics.cut(storage, 5)
+    take(metrics, 6)
+    metrics.write(storage)
+    assert written(storage) == [1, 2, 6]
+
+
+def test_lines_that_nobody_can_write_take_bounded_memory_and_are_counted(storage, monkeypatch, caplog):
+    monkeypatch.setattr(module, "QUEUE_LIMIT", 10)
+    metrics = Metrics()
+    failpoints.arm("storage.append.before@*=error:EIO")
+    for step in range(1, 41):
+        take(metrics, step)
+        with pytest.raises(OSError, match="Input/output error"):
+            metrics.write(storage)
+    assert metrics.unwritten == 20
+    failpoints.arm("")
+    metrics.write(storage)
+    metrics.write(storage)
+    assert written(storage) == list(range(1, 21))
+    assert "20 lines of metrics were dropped" in caplog.text
+
+
+def test_a_rank_that_writes_no_metrics_keeps_none(storage):
+    metrics = Metrics(writes=False)
+    take(metrics, *range(1, 100))
+    assert metrics.unwritten == 0
+    assert metrics.latest == {"loss": 99.0}
+
+
+def test_a_number_too_long_to_be_written_leaves_the_others(storage, caplog):
+    metrics = Metrics()
+    metrics.log({"long": 10**5000, "loss": torch.tensor(1.5), "step": 7, "nan": float("nan")})
+    metrics.take(3)
+    metrics.write(storage)
+    line = json.loads(storage.read(layout.METRICS))
+    line.pop("time")
+    assert line == {"step": 3, "loss": 1.5, "logged_step": 7, "nan": "nan"}
+    assert "log(long=…) of step 3 cannot be written down" in caplog.text
