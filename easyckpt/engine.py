@@ -218,7 +218,7 @@ class Checkpointer:
         begun = time.perf_counter()
         self._check_step(step)
         due = step % self._config.save_storage_interval == 0
-        self._parts.coordinator.came_to(step)
+        self._saver.came_to(step)
         if step != self._step and (due or step % self._config.save_mem_interval == 0):
             self._saver.snapshot(step, due=due)
         self._step = step

@@ -156,7 +156,6 @@ def test_the_copying_thread_starts_no_second_pool(memory_dir: Path) -> None:
 
 def test_an_error_while_copying_belongs_to_the_snapshot(rig_of: Callable[..., Rig]) -> None:
     from easyckpt import failpoints
-    from easyckpt.errors import SaveFailed
 
     model = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -169,12 +168,11 @@ def test_an_error_while_copying_belongs_to_the_snapshot(rig_of: Callable[..., Ri
     failpoints.arm("staging.copy=error:EIO")
     rig.save(4)
     optimizer.step()
-    with pytest.raises(SaveFailed, match="copying the snapshot of step 4 failed"):
-        rig.save(5)
-    rig.save(5)
+    rig.save(5)  # nothing is raised: other ranks would wait for this one in their next collective
     optimizer.step()
     rig.end()
     assert list(rig.discarded) == [4]
+    assert "copying it failed" in rig.discarded[4]
     assert rig.sealed == [1, 2, 3, 5]
 
 
@@ -308,8 +306,6 @@ def test_a_graph_that_is_captured_waits_on_the_host(
 def test_an_error_while_enqueueing_cuda_copies(
     rig_of: Callable[..., Rig], compute: FakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from easyckpt.errors import SaveFailed
-
     _, _, step, state = _gpu_job()
     rig = rig_of(state, copier=cuda_copying.CudaCopier())
     for number in range(1, 4):
@@ -327,9 +323,8 @@ def test_an_error_while_enqueueing_cuda_copies(
     rig.stager._window.job.wait()  # type: ignore[union-attr]
     monkeypatch.setattr(FakeStream, "wait_event", lambda self, event: original(self, event) if event.recorded else None)
     step()
-    with pytest.raises(SaveFailed, match="CUDA error"):
-        rig.save(5)
     rig.save(5)
     step()
     rig.end()
     assert list(rig.discarded) == [4]
+    assert "CUDA error" in rig.discarded[4]

@@ -430,8 +430,8 @@ def test_a_due_snapshot_that_cannot_be_sealed_holds_no_later_one_up(root, asked)
         future = checkpointer.save(3) if asked else checkpointer.save_if_needed(3)
         if asked:
             assert "holds no whole snapshot of step 3" in str(future.exception(60))
-        with pytest.raises(easyckpt.SaveFailed, match=r"step 3: .*slot\.seal\.payload"):
-            checkpointer.wait(60)
+        checkpointer.wait(60)  # other ranks would wait for one that raised alone
+        assert any("slot.seal.payload" in reason for reason in checkpointer.stats().reasons)
         training.step()
         assert checkpointer.save(4).result(60) == 4
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from easyckpt.saving.fingerprint import Fingerprint, Fingerprints, what_changed
+from easyckpt.saving.fingerprint import Fingerprint, Fingerprints
 from easyckpt.saving.staging import Stager
 from easyckpt.saving.window import listed
 from easyckpt.state.capture import Capture, StateCapture
@@ -12,36 +12,59 @@ from easyckpt.state.capture import Capture, StateCapture
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """The newest step that was handed over, of which no snapshot was taken. Holds nothing of the state."""
+    """The newest step of which a snapshot was to be taken and was not. Holds nothing of the state."""
 
     step: int
     reason: str
-    state: Fingerprint
+    state: Fingerprint | str
+    """Or why nothing can be said about it."""
     optimizer_steps: int
     """How many the stager had seen by then."""
 
 
 class CatchUp:
-    """Remembers a skipped step for as long as it is the newest. Belongs to the training thread."""
+    """Remembers a skipped step, and what its state was for as long as it is the newest. Of the training thread."""
 
     def __init__(self, capture: StateCapture, stager: Stager) -> None:
         self._capture, self._stager = capture, stager
-        self._fingerprints = Fingerprints()
+        self._fingerprints = Fingerprints(stager.in_background)
+        self._number = 0
+        """Counts what is remembered: a digest under way sees that it is not needed any more."""
         self.skipped: Skipped | None = None
 
     def forget(self) -> None:
-        """A newer step has been handed over, or another line begins."""
+        """A snapshot of a newer step is to be taken, or another line begins."""
         self.skipped = None
+        self._number += 1
+
+    def came_to(self, step: int) -> None:
+        """Training has handed over `step`: the state of one that was skipped before is gone."""
+        if self.skipped is not None and step > self.skipped.step:
+            self.skipped = replace(self.skipped, state=f"training has gone on to step {step}")
+            self._number += 1
 
     def remember(self, step: int, capture: Capture, reason: str) -> None:
         """The snapshot of `step` was skipped for `reason`; `capture` is of this moment."""
-        self.skipped = Skipped(step, reason, self._fingerprints.of(capture), self._stager.steps_seen)
+        self._number += 1
+        number, steps = self._number, self._stager.steps_seen
+
+        def needed() -> bool:
+            return number == self._number and steps == self._stager.steps_seen
+
+        state = self._fingerprints.of(capture, self._stager.late(capture), needed)
+        self.skipped = Skipped(step, reason, state, steps)
 
     def capture(self) -> Capture | str:
-        """The state now, if it is provably still that of the skipped step; else what is not."""
+        """The skipped step's state, if all tensors are provably still what they were; else what is not.
+
+        Whatever else belongs to it is as it was when the step was handed over. Reads every byte of the state.
+        """
         assert self.skipped is not None
+        state = self.skipped.state
+        if isinstance(state, str):
+            return state
         if self._stager.steps_seen != self.skipped.optimizer_steps:
             return "an optimizer has stepped since"
-        capture = self._capture.capture()
-        changed = what_changed(self.skipped.state, self._fingerprints.of(capture))
-        return f"{listed(changed)} changed since, or may have" if changed else capture
+        now = self._capture.capture()
+        changed = state.changed(now)
+        return f"{listed(changed)} changed since, or may have" if changed else replace(now, objects=state.objects)

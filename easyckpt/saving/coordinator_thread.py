@@ -130,8 +130,8 @@ class CoordinatorThread:
     # -- snapshots of this rank
 
     def _sealed(self) -> list[SlotMeta]:
-        live = self.live
-        return [live.meta] if live is not None else self._ledger.on_line(self._parts.arena.sealed())
+        live, sealed = self.live, self._ledger.on_line(self._parts.arena.sealed())
+        return sealed if live is None else [*sealed, live.meta]
 
     def _view(self, step: int) -> SnapshotBytes:
         live = self.live

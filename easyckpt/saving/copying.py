@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,9 +21,9 @@ from easyckpt.format.image import Layout
 from easyckpt.memory.slot import Slot
 from easyckpt.saving import raw_memory
 from easyckpt.saving.gathering import WORTH_IT, Gather, is_tiny
-from easyckpt.saving.probes import PROBED_AT_ONCE, PROBES, Probes, can_be_probed, probed_offsets
+from easyckpt.saving.probes import PROBES, Probes, can_be_probed, differing, probed_offsets
 from easyckpt.saving.raw_memory import SMALL_BYTES
-from easyckpt.saving.worker import Worker
+from easyckpt.saving.worker import Result, Worker
 from easyckpt.state.capture import Capture
 
 LATE_COPY = failpoints.declare("staging.copy", "one tensor is about to be copied in the background")
@@ -66,6 +67,9 @@ class Copier(Protocol):
 
     def differing(self, live: LiveLeaves, slot: Slot) -> list[int]:
         """Leaves (by number) that are no longer what `slot` holds, as far as that can be told without waiting."""
+
+    def submit(self, job: Callable[[], Result]) -> Future[Result]:
+        """Have `job` run on the background thread, which copies wait for: it must be short, or look whether to end."""
 
     def stop(self) -> None:
         """End the background thread."""
@@ -165,20 +169,12 @@ class CpuCopyJob(Arrival):
             for pointer, (offset, size) in zip(self._pointers, self._plan.late_moves, strict=True):
                 failpoints.hit(LATE_COPY)
                 raw_memory.move_large(self._base + offset, pointer, size)
-            self._torn = self._differing_probes()
+            rows = differing(self._plan.probes.places, self._expected, self._base)
+            self._torn = [self._plan.late_numbers[row] for row in rows]
         except BaseException as failure:  # noqa: BLE001 - it belongs to the snapshot
             error = failure
         self._memory = []
         self.finish(error)
-
-    def _differing_probes(self) -> list[int]:
-        found: list[int] = []
-        for begin in range(0, len(self._expected), PROBED_AT_ONCE):
-            part = slice(begin, begin + PROBED_AT_ONCE)
-            same = raw_memory.words_at(self._plan.probes.places[part] + self._base) == self._expected[part]
-            if not same.all():
-                found += [(begin + place) // PROBES for place in same.logical_not().nonzero().flatten().tolist()]
-        return [self._plan.late_numbers[row] for row in found]
 
     def written_to(self) -> list[int]:
         """See CopyJob."""
@@ -215,6 +211,10 @@ class CpuCopier:
     def differing(self, live: LiveLeaves, slot: Slot) -> list[int]:
         """See Copier."""
         return differing_on_cpu(live, slot)
+
+    def submit(self, job: Callable[[], Result]) -> Future[Result]:
+        """See Copier."""
+        return self._worker.submit(job)
 
     def stop(self) -> None:
         """See Copier."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from easyckpt.memory.slot import Slot
 from easyckpt.saving.copying import Arrival, CpuCopier, LiveLeaves, copy_now, differing_on_cpu
 from easyckpt.saving.raw_memory import bytes_at
-from easyckpt.saving.worker import Worker
+from easyckpt.saving.worker import Result, Worker
 from easyckpt.state.capture import Capture
 
 _CAPTURE_MODE_RELAXED = 2
@@ -100,6 +101,10 @@ class CudaCopier:
     def differing(self, live: LiveLeaves, slot: Slot) -> list[int]:
         """See Copier. Only version counters watch over what is on a GPU: to look at it would take its time."""
         return differing_on_cpu(live, slot)
+
+    def submit(self, job: Callable[[], Result]) -> Future[Result]:
+        """See Copier."""
+        return self._launcher.submit(job)
 
     def stop(self) -> None:
         """See Copier."""

@@ -1,46 +1,67 @@
-"""Whether the live state is still what it was at an earlier capture, told without holding any of it.
+"""Whether the live state is still what it was at an earlier moment: told by digests of every byte, holding none of it.
 
-Small leaves are compared by value: generators hand out fresh tensors, of which nothing else can be said. All others
-must be the same memory with the same version counter, and in the few words that are looked at the same content.
+Nothing else proves it: whoever writes through ``.data``, NumPy or a fused optimizer raises no version counter. What may
+be copied late may be digested late as well: in the same window, under the same counters and probes.
 """
 
 from __future__ import annotations
 
 import ctypes
-import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 import xxhash
 
-from easyckpt.format.canonical import Json, loads
 from easyckpt.format.codec import path_text
 from easyckpt.format.image import Layout
 from easyckpt.saving import raw_memory
-from easyckpt.saving.copying import version_of
-from easyckpt.saving.raw_memory import WORD
+from easyckpt.saving.copying import small_leaves_first, version_of
+from easyckpt.saving.gathering import WORTH_IT, Gather, is_tiny
+from easyckpt.saving.probes import Probes, can_be_probed, differing, probed_offsets
 from easyckpt.state.capture import Capture
 
-#: Early leaves up to this size are compared by value, as long as all of them together stay below the limit.
-SMALL_BYTES = 64 << 10
-SMALL_TOTAL_BYTES = 8 << 20
-_NO_COUNTER = -1  # of an inference tensor: nobody can know whether it was written to
+#: A state up to this size is digested at once as a whole: that takes no longer than a millisecond or two.
+SMALL_STATE_BYTES = 8 << 20
+#: No more than this is digested on the training thread: of a larger state nothing is known then.
+AT_ONCE_BYTES = 64 << 20
+#: Between two pieces a background digest looks whether anybody still needs it.
+_PIECE_BYTES = 8 << 20
+
+Submit = Callable[[Callable[[], "dict[int, int]"]], "Future[dict[int, int]]"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The state at one capture. Holds numbers and digests, no tensor and no memory."""
+    """The state at one moment: digests and the step's other state, no tensor of the user's."""
 
     layout: Layout
     objects: bytes
-    values: dict[int, int]
-    """Leaf -> digest of its bytes, for the small ones."""
-    others: list[int]
-    """The leaves that are told by their memory, with what is known of each:"""
-    memory: list[weakref.ref[torch.UntypedStorage]]
-    pointers: list[int]
-    versions: list[int]
+    digests: dict[int, int]
+    """Leaf -> digest of its bytes."""
+    tiny: Sequence[int]
+    """Leaves whose bytes are themselves kept, one after the other:"""
     words: torch.Tensor
+    late: Future[dict[int, int]] | None
+    """Digests that are still being made; without those of leaves that somebody wrote to meanwhile."""
+
+    def changed(self, now: Capture) -> list[str]:
+        """Names of leaves that are not, or cannot be proven to be, what they were. Reads every byte of the state."""
+        if self.layout is not now.layout:
+            return ["the form of the state"]
+        leaves, before = self.layout.leaves, self._all()
+        differ = [n for n, leaf in enumerate(leaves) if leaf.nbytes and before.get(n) != _digest(now, n)]
+        return [path_text(leaves[number].path) for number in differ]
+
+    def _all(self) -> dict[int, int]:
+        found = self.digests | (self.late.result() if self.late is not None else {})
+        address = self.words.data_ptr()
+        for number in self.tiny:
+            nbytes = self.layout.leaves[number].nbytes
+            found[number] = _digest_at(address, nbytes)
+            address += nbytes
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,116 +69,125 @@ class _Plan:
     """What of a layout can be known beforehand."""
 
     facts: object
-    small: list[int]
-    others: list[int]
-    places: torch.Tensor
-    """Where to look in each of the others: the first, a middle and the last word, as far as the host can."""
-    blind: torch.Tensor
-    """Which of them the host cannot look into so: on a GPU, too small, or not one block."""
+    may_be_late: Sequence[int]
+    refusal: str
+    tiny: list[int]
+    gather: Gather | None
+    at_once: list[int]
+    late: list[int]
+    probes: Probes
 
 
 class Fingerprints:
     """Takes fingerprints of one state; what stays the same from one to the next is looked up once."""
 
-    def __init__(self) -> None:
+    def __init__(self, submit: Submit) -> None:
+        """`submit` has a job run in the background."""
+        self._submit = submit
         self._plan: _Plan | None = None
 
-    def of(self, capture: Capture) -> Fingerprint:
-        """Of the state as it is right now; `capture` was taken just before."""
+    def of(self, capture: Capture, late: Sequence[int], needed: Callable[[], bool]) -> Fingerprint | str:
+        """Of the state as it is right now (`capture` was taken just before), or why nothing can be said about it.
+
+        `late` are leaves that nothing but an optimizer's step writes. They are digested in the background, as long as
+        they are `needed` (asked from there): not any more once an optimizer is about to step.
+        """
         plan = self._plan
-        if plan is None or plan.facts is not capture.early:
-            plan = self._plan = _make_plan(capture)
-        pointers = [capture.pointers[number] for number in plan.others]
-        sources = [capture.sources[number] for number in plan.others]
+        if plan is None or plan.facts is not capture.early or plan.may_be_late is not late:
+            plan = self._plan = _make_plan(capture, late)
+        if plan.refusal:
+            return plan.refusal
         return Fingerprint(
             layout=capture.layout,
             objects=capture.objects,
-            values={number: _digest(capture, number) for number in plan.small},
-            others=plan.others,
-            memory=list(map(weakref.ref, map(torch.Tensor.untyped_storage, sources))),
-            pointers=pointers,
-            versions=_versions(sources),
-            words=_words(plan, pointers),
+            digests={number: _digest(capture, number) for number in plan.at_once},
+            tiny=plan.tiny,
+            words=_NOTHING if plan.gather is None else plan.gather.words(capture),
+            late=self._submit(_LateDigests(capture, plan, needed).run) if plan.late else None,
         )
 
 
-def _make_plan(capture: Capture) -> _Plan:
+class _LateDigests:
+    """Digests of leaves that are guarded as if they were copied: see `copying.CpuCopyJob`."""
+
+    def __init__(self, capture: Capture, plan: _Plan, needed: Callable[[], bool]) -> None:
+        self._needed, self._numbers = needed, plan.late
+        self._sources = [capture.sources[number] for number in plan.late]
+        self._memory = list(map(torch.Tensor.untyped_storage, self._sources))
+        self._pointers = [capture.pointers[number] for number in plan.late]
+        self._sizes = [capture.layout.leaves[number].nbytes for number in plan.late]
+        self._versions = list(map(version_of, self._sources))
+        self._words = plan.probes.words(self._pointers)
+        self._addresses = plan.probes.addresses
+
+    def run(self) -> dict[int, int]:
+        """On the background thread."""
+        digests = [_digest_at(*place, self._needed) for place in zip(self._pointers, self._sizes, strict=True)]
+        written = set(differing(self._addresses, self._words) if self._needed() else range(len(digests)))
+        now = map(version_of, self._sources)
+        written.update(row for row, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new)
+        self._sources, self._memory = [], []
+        return {self._numbers[row]: digest for row, digest in enumerate(digests) if row not in written}
+
+
+def _make_plan(capture: Capture, may_be_late: Sequence[int]) -> _Plan:
     leaves = capture.layout.leaves
-    small: list[int] = []
-    total = 0
-    for number in capture.early:
-        leaf = leaves[number]
-        if leaf.device == "cpu" and leaf.nbytes <= SMALL_BYTES and total + leaf.nbytes <= SMALL_TOTAL_BYTES:
-            small.append(number)
-            total += leaf.nbytes
-    chosen = set(small)
-    others = [number for number in range(len(leaves)) if number not in chosen]
-    last = torch.tensor([max(0, leaves[number].nbytes // WORD - 1) for number in others], dtype=torch.int64)
-    places = torch.stack([torch.zeros_like(last), last // 2, last], dim=1) * WORD
-    blind = [n in capture.strided or leaves[n].device != "cpu" or leaves[n].nbytes < WORD for n in others]
-    return _Plan(capture.early, small, others, places, torch.tensor(blind, dtype=torch.bool))
+    late: list[int] = []
+    if capture.layout.image_bytes > SMALL_STATE_BYTES:
+        guarded = [n for n in may_be_late if can_be_probed(capture, n) and not capture.sources[n].is_inference()]
+        late = small_leaves_first(capture.layout, guarded)[1]
+    chosen = set(late)
+    now = [n for n, leaf in enumerate(leaves) if leaf.nbytes and n not in chosen]
+    refusal = _refusal(capture, now)
+    tiny = [] if refusal else [n for n in now if is_tiny(capture, n)]
+    gathered = set(tiny) if len(tiny) >= WORTH_IT else set()
+    return _Plan(
+        facts=capture.early,
+        may_be_late=may_be_late,
+        refusal=refusal,
+        tiny=tiny if gathered else [],
+        gather=Gather(capture, tiny) if gathered else None,
+        at_once=[n for n in now if n not in gathered],
+        late=late,
+        probes=Probes([offset for n in late for offset in probed_offsets(leaves[n])], []),
+    )
 
 
-def what_changed(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """Names of what is not, or cannot be proven to be, the same; empty if all is."""
-    if before.layout is not now.layout:
-        return ["the form of the state"]
-    leaves = now.layout.leaves
-    moved = [number for number, value in now.values.items() if before.values.get(number) != value]
-    if before.others == now.others:
-        steady = _steady(before, now)
-        moved += [number for number, same in zip(now.others, steady, strict=True) if not same]
-    else:
-        moved += now.others
-    found = [path_text(leaves[number].path) for number in sorted(moved)]
-    return found + (_changed_components(before.objects, now.objects) if before.objects != now.objects else [])
-
-
-def _steady(before: Fingerprint, now: Fingerprint) -> list[bool]:
-    places = zip(before.pointers, now.pointers, before.versions, now.versions, strict=True)
-    same = [one == other and old == new != _NO_COUNTER for one, other, old, new in places]
-    for row, (one, other) in enumerate(zip(before.memory, now.memory, strict=True)):
-        storage = one()  # freed memory may have been given out again at the same address
-        same[row] = same[row] and storage is not None and storage is other()
-    if not torch.equal(before.words, now.words):
-        equal = (before.words == now.words).all(dim=1).tolist() if before.words.shape == now.words.shape else []
-        same = [one and other for one, other in zip(same, equal, strict=True)] if equal else [False] * len(same)
-    return same
+def _refusal(capture: Capture, now: list[int]) -> str:
+    leaves = capture.layout.leaves
+    elsewhere = next((leaf for leaf in leaves if leaf.nbytes and leaf.device != "cpu"), None)
+    if elsewhere is not None:
+        return f"{path_text(elsewhere.path)} lies on {elsewhere.device}, where nobody could tell whether it has changed"
+    nbytes = sum(leaves[number].nbytes for number in now)
+    if nbytes > AT_ONCE_BYTES:
+        largest = max(now, key=lambda number: leaves[number].nbytes)
+        return (
+            f"{nbytes / 1e6:.0f} MB of the state (the largest: {path_text(leaves[largest].path)}) may be written to "
+            "outside of optimizer steps, too much to look at at each skip: nobody could tell whether it has changed"
+        )
+    return ""
 
 
 def _digest(capture: Capture, number: int) -> int:
     nbytes = capture.layout.leaves[number].nbytes
-    if not nbytes or number not in capture.strided:
-        return xxhash.xxh3_64_intdigest(ctypes.string_at(capture.pointers[number], nbytes))
-    copy = bytearray(nbytes)
-    raw_memory.move_strided(torch.frombuffer(copy, dtype=torch.uint8).data_ptr(), capture.sources[number], nbytes)
-    return xxhash.xxh3_64_intdigest(copy)
+    if number not in capture.strided:
+        return _digest_at(capture.pointers[number], nbytes)
+    copy = torch.empty(nbytes, dtype=torch.uint8)
+    raw_memory.move_strided(copy.data_ptr(), capture.sources[number], nbytes)
+    return _digest_at(copy.data_ptr(), nbytes)
 
 
-def _versions(sources: list[torch.Tensor]) -> list[int]:
-    try:
-        return list(map(version_of, sources))
-    except RuntimeError:  # some are inference tensors
-        return [_NO_COUNTER if source.is_inference() else version_of(source) for source in sources]
+def _digest_at(address: int, nbytes: int, needed: Callable[[], bool] = lambda: True) -> int:
+    """Of raw memory, without the GIL where it is large. Meaningless where it is not `needed` any more."""
+    if nbytes < raw_memory.SMALL_BYTES:
+        return xxhash.xxh3_64_intdigest(ctypes.string_at(address, nbytes))
+    hasher = xxhash.xxh3_64()
+    for begin in range(0, nbytes, _PIECE_BYTES):
+        if not needed():
+            break
+        size = min(_PIECE_BYTES, nbytes - begin)
+        hasher.update((ctypes.c_char * size).from_address(address + begin))
+    return hasher.intdigest()
 
 
-def _words(plan: _Plan, pointers: list[int]) -> torch.Tensor:
-    begins = torch.tensor(pointers, dtype=torch.int64)
-    blind = plan.blind | (begins % WORD != 0)
-    addresses = torch.where(blind.view(-1, 1), _ZERO.data_ptr(), begins.view(-1, 1) + plan.places)
-    return raw_memory.words_at(addresses.view(-1)).view(-1, 3)
-
-
-#: What is read where nothing can be.
-_ZERO = torch.zeros(1, dtype=torch.int32)
-
-
-def _changed_components(before: bytes, now: bytes) -> list[str]:
-    old, new = _trees(before), _trees(now)
-    return [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)] or ["other state"]
-
-
-def _trees(objects: bytes) -> dict[str, Json]:
-    found = loads(objects)
-    trees = found.get("trees") if isinstance(found, dict) else None
-    return trees if isinstance(trees, dict) else {}
+_NOTHING = torch.zeros(0, dtype=torch.int32)

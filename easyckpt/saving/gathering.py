@@ -34,11 +34,15 @@ class Gather:
 
     def copy(self, capture: Capture, slot: Slot) -> None:
         """Copy before returning."""
+        image = raw_memory.bytes_at(slot.address, slot.image_capacity).view(torch.int32)
+        image.index_copy_(0, self._places, self.words(capture))
+
+    def words(self, capture: Capture) -> torch.Tensor:
+        """What is in the leaves now, one after the other in the order of `numbers`."""
         pointers = self._pick(capture.pointers)
         if pointers != self._pointers:
             self._pointers, self._addresses = pointers, self._each_word(pointers)
-        image = raw_memory.bytes_at(slot.address, slot.image_capacity).view(torch.int32)
-        image.index_copy_(0, self._places, raw_memory.words_at(self._addresses))
+        return raw_memory.words_at(self._addresses)
 
     def _each_word(self, starts: Sequence[int]) -> torch.Tensor:
         """Where each word of each leaf is, given where the leaves begin."""

@@ -24,14 +24,29 @@ class Probes:
         self.places = torch.tensor(places, dtype=torch.int64)
         """In the image."""
         self._pointers: list[int] = []
-        self._addresses = self._offsets.view(-1)
+        self.addresses = self._offsets.view(-1)
+        """Where `words` has looked last."""
 
     def words(self, pointers: list[int]) -> torch.Tensor:
         """What is there now, in leaves that begin at `pointers`."""
         if pointers != self._pointers:
             self._pointers = pointers
-            self._addresses = (torch.tensor(pointers, dtype=torch.int64).view(-1, 1) + self._offsets).view(-1)
-        return raw_memory.words_at(self._addresses)
+            self.addresses = (torch.tensor(pointers, dtype=torch.int64).view(-1, 1) + self._offsets).view(-1)
+        return raw_memory.words_at(self.addresses)
+
+
+def differing(addresses: torch.Tensor, expected: torch.Tensor, base: int = 0) -> list[int]:
+    """Leaves (by their place in the order of some probes) of which a word is not what was `expected`.
+
+    The words are at `addresses`, counted from `base`. For a background thread.
+    """
+    found: set[int] = set()
+    for begin in range(0, len(expected), PROBED_AT_ONCE):
+        part = slice(begin, begin + PROBED_AT_ONCE)
+        same = raw_memory.words_at(addresses[part] + base) == expected[part]
+        if not same.all():
+            found.update((begin + place) // PROBES for place in same.logical_not().nonzero().flatten().tolist())
+    return sorted(found)
 
 
 def can_be_probed(capture: Capture, number: int) -> bool:

@@ -12,7 +12,7 @@ from easyckpt.distributed.agree import done_by_rank_0
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel
-from easyckpt.errors import EasyckptError, NotLoaded, SaveFailed
+from easyckpt.errors import EasyckptError, NotLoaded
 from easyckpt.events import EventLog, SnapshotSkipped, Warned
 from easyckpt.format.layout import NamingScheme
 from easyckpt.memory.arena import Arena
@@ -24,7 +24,7 @@ from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.line import Origin, open_line
 from easyckpt.saving.live import LiveSnapshot
 from easyckpt.saving.metrics import Metrics
-from easyckpt.saving.slots import Slots
+from easyckpt.saving.slots import NO_MEMORY, Slots
 from easyckpt.saving.staging import SnapshotIdentity, Stager
 from easyckpt.state.capture import Capture, StateCapture
 from easyckpt.state.components import RESERVED
@@ -79,6 +79,11 @@ class Saver:
         self._catch_up.forget()
         self._parts.coordinator.begin_line(None, committed=committed, adopted=adopted)
 
+    def came_to(self, step: int) -> None:
+        """The training loop has handed over `step`, whether or not a snapshot of it is to be taken."""
+        self._catch_up.came_to(step)
+        self._parts.coordinator.came_to(step)
+
     def snapshot(self, step: int, *, due: bool) -> None:
         """Take the snapshot of `step` if a slot is free, and have it flushed if `due`. Raises background failures."""
         self._ready_line()
@@ -90,8 +95,9 @@ class Saver:
             if due:
                 self._save_live(step)
             else:
+                begun = time.perf_counter()
                 self._parts.metrics.take(step)
-                self._skip(step, self._parts.capture.capture(), "there is no memory for a snapshot")
+                self._skip(step, self._parts.capture.capture(), NO_MEMORY, begun)
             return
         self._stage(step, wait=due and self._config.back_pressure == "wait", overlap=True)
         if due:
@@ -109,8 +115,8 @@ class Saver:
         if self._parts.arena.count == 0:
             return self._save_live(step)
         # Sealed before this returns: whoever waits for the Future next takes no step that could end a window.
-        if not self._stage(step, wait=True, overlap=False):  # it has turned out that memory does not hold it
-            return self._save_live(step)
+        if not self._stage(step, wait=True, overlap=False) and self._parts.arena.count == 0:
+            return self._save_live(step)  # it has turned out that memory does not hold it
         return coordinator.due(step, forced=True)
 
     def _save_live(self, step: int) -> Future[int]:
@@ -140,13 +146,14 @@ class Saver:
     def close(self, timeout: float) -> None:
         """Commit the newest step with all ranks, within `timeout` seconds; raises the first thing that went wrong.
 
-        A rank whose newest snapshot was skipped takes it now, before it says that it closes.
+        A rank whose newest snapshot was skipped lends its live state for it, before it says that it closes: it needs no
+        slot, which might not become free in time.
         """
         deadline = time.monotonic() + timeout
         failures: list[EasyckptError] = []
+        self._parts.stager.end_window("close")
         actions: tuple[Callable[[], None], ...] = (
-            lambda: self._parts.stager.end_window("close"),
-            lambda: self._make_up(deadline),
+            self._make_up,
             lambda: self._parts.coordinator.close(max(0.0, deadline - time.monotonic())),
         )
         for action in actions:
@@ -159,11 +166,8 @@ class Saver:
             raise failures[0]
 
     def lose_window(self) -> None:
-        """End the window of the newest snapshot, whatever comes of it (the job is ending in an error)."""
-        try:
-            self._parts.stager.end_window("close")
-        except EasyckptError as error:
-            self._parts.events.emit(Warned(message=f"the newest snapshot was lost: {error}"))
+        """End the window of the newest snapshot (the job is ending in an error)."""
+        self._parts.stager.end_window("close")
 
     def all_committed(self) -> bool:
         """Whether nothing in memory is newer than what is committed."""
@@ -202,28 +206,22 @@ class Saver:
         self._catch_up.forget()
         self._parts.coordinator.wanted(step)
 
-    def _skip(self, step: int, capture: Capture, reason: str) -> None:
+    def _skip(self, step: int, capture: Capture, reason: str, begun: float) -> None:
         self._catch_up.remember(step, capture, reason)
+        nbytes, seconds = capture.layout.image_bytes, time.perf_counter() - begun
+        self._parts.events.emit(SnapshotSkipped(step=step, reason=reason, bytes=nbytes, seconds=seconds))
         self._parts.coordinator.lacks(step, reason)
 
-    def _make_up(self, deadline: float) -> None:
-        """Take the skipped snapshot of the newest step now, if the live state is provably still that step's."""
-        skipped, parts, identity = self._catch_up.skipped, self._parts, self._identity
+    def _make_up(self) -> None:
+        """Lend the live state as the skipped snapshot of the newest step, if it is provably still that step's."""
+        skipped, identity = self._catch_up.skipped, self._identity
         if skipped is None or identity is None:
             return
-        found, slot = self._catch_up.capture(), None
-        if isinstance(found, Capture) and parts.arena.count > 0:
-            slot = self._slots.acquire(skipped.step, found, identity.timeline, deadline=deadline)
-            found = self._catch_up.capture() if slot is not None or parts.arena.count == 0 else "no slot became free"
-        if isinstance(found, Capture) and slot is not None:
-            self._put(skipped.step, found, slot, overlap=False)
-            parts.stager.end_window("close")
-        elif isinstance(found, Capture):
-            parts.coordinator.offer(LiveSnapshot(identity.meta(skipped.step, found.layout), found))
+        coordinator, found = self._parts.coordinator, self._catch_up.capture()
+        if isinstance(found, Capture):
+            coordinator.offer(LiveSnapshot(identity.meta(skipped.step, found.layout), found))
         else:
-            if slot is not None:
-                parts.arena.release(slot)
-            parts.coordinator.lacks(skipped.step, f"{skipped.reason}; it could not be taken at the end either: {found}")
+            coordinator.lacks(skipped.step, f"{skipped.reason}; it could not be taken at the end either: {found}")
 
     def _stage(self, step: int, *, wait: bool, overlap: bool) -> bool:
         """Take the snapshot of `step`; False where it was skipped."""
@@ -239,12 +237,8 @@ class Saver:
         if slot is not None:
             self._put(step, capture, slot, overlap=overlap)
             return True
-        if wait and self._parts.arena.count > 0:
-            raise SaveFailed(f"step {step}: no slot became free within {self._config.commit_timeout:g} s")
-        reason = self._slots.why_none(capture)
-        nbytes, seconds = capture.layout.image_bytes, time.perf_counter() - begun
-        self._parts.events.emit(SnapshotSkipped(step=step, reason=reason, bytes=nbytes, seconds=seconds))
-        self._skip(step, capture, reason)
+        # Also after waiting in vain nothing is raised here, by one rank alone: all ranks learn of it together.
+        self._skip(step, capture, self._slots.why_none(capture), begun)
         return False
 
     def _put(self, step: int, capture: Capture, slot: Slot, *, overlap: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from easyckpt.config import CheckpointConfig
+from easyckpt.errors import StorageError
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import Slot
 from easyckpt.saving.ledger import Ledger
@@ -12,6 +13,7 @@ from easyckpt.state.capture import Capture
 
 #: Room in a slot's tail beside what the layout needs now: objects grow by a few digits from step to step.
 TAIL_SLACK_BYTES = 64 << 10
+NO_MEMORY = "there is no memory for a snapshot"
 
 
 class Slots:
@@ -20,6 +22,7 @@ class Slots:
     def __init__(self, arena: Arena, ledger: Ledger, config: CheckpointConfig) -> None:
         self._arena, self._ledger, self._config = arena, ledger, config
         self._first = True
+        self._failure = ""
 
     def acquire(self, step: int, capture: Capture, timeline: str, *, deadline: float | None = None) -> Slot | None:
         """A slot for the snapshot of `step`, made or grown in the background where none is large enough.
@@ -27,23 +30,34 @@ class Slots:
         None where none is free, until `deadline` (by the monotonic clock) if that is given, or where memory turns out
         to hold none at all. Raises what has ended all saving meanwhile.
         """
-        self._reserve(capture)
-        nbytes = capture.layout.image_bytes
-        with self._ledger.changed:
-            slot = self._take(step, nbytes, timeline)
-            while slot is None and deadline is not None and self._arena.count > 0 and time.monotonic() < deadline:
-                if self._ledger.fatal is not None:
-                    raise self._ledger.fatal
+        slot = self._try(step, capture, timeline)
+        while slot is None and deadline is not None and self._arena.count > 0 and time.monotonic() < deadline:
+            if self._ledger.fatal is not None:
+                raise self._ledger.fatal
+            with self._ledger.changed:
                 # The arena may also have grown meanwhile, which rings no bell here.
                 self._ledger.changed.wait(0.05)
-                slot = self._take(step, nbytes, timeline)
+            slot = self._try(step, capture, timeline)
         return slot
 
     def why_none(self, capture: Capture) -> str:
         """In words, why `acquire` has given nothing."""
         if self._arena.count == 0:
-            return "there is no memory for a snapshot"
+            return NO_MEMORY
+        if self._failure:
+            return self._failure
         return "no slot is free" if self._arena.ready(capture.layout.image_bytes) else "memory is growing"
+
+    def _try(self, step: int, capture: Capture, timeline: str) -> Slot | None:
+        self._failure = ""
+        try:
+            self._reserve(capture)
+            with self._ledger.changed:
+                return self._take(step, capture.layout.image_bytes, timeline)
+        except StorageError as error:
+            # Not raised: this is one rank, and the others would wait for it in their next collective.
+            self._failure = str(error)
+            return None
 
     def _reserve(self, capture: Capture) -> None:
         layout = capture.layout

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from easyckpt.memory.slot import Slot, SlotMeta
 from easyckpt.saving.copying import Copier
 from easyckpt.saving.scalers import ScalerWatch
 from easyckpt.saving.window import NOTHING_LATE, LateLeaves, Window, listed, names
+from easyckpt.saving.worker import Result
 from easyckpt.state.capture import Capture
 
 #: Windows without an optimizer step before overlap is turned off.
@@ -90,7 +92,6 @@ class Stager:
         self._trusted = False
         self._hits = self._misses = 0
         self._pid = os.getpid()
-        self._error: EasyckptError | None = None
         self.blocked_in_hook = 0.0
         self.steps_seen = 0
         """Steps of any torch optimizer of this process."""
@@ -104,7 +105,7 @@ class Stager:
         """Begin the snapshot of `step` in `slot`; the window before must have ended (`end_window`)."""
         assert self._window is None
         begun = time.perf_counter()
-        late = self._leaves.of(capture) if overlap and self._overlap and self._trusted else NOTHING_LATE
+        late = self.late(capture) if overlap else NOTHING_LATE
         self._fired = False
         slot.begin()
         try:
@@ -126,7 +127,7 @@ class Stager:
             self._check(window)
 
     def end_window(self, by: Literal["save", "wait", "close"]) -> None:
-        """Wait for a copy that is still running, and seal or discard it. Raises what went wrong in a hook before."""
+        """Wait for a copy that is still running, and seal or discard it."""
         with self._lock:
             window = self._window
             self._leaves.drop_trial()
@@ -143,9 +144,14 @@ class Stager:
             for other in self._unsealed:
                 other.over.wait()
             self._unsealed = []
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+
+    def late(self, capture: Capture) -> list[int]:
+        """The leaves that may be read until the next optimizer step; the same list while nothing changes."""
+        return self._leaves.of(capture) if self._overlap and self._trusted else NOTHING_LATE
+
+    def in_background(self, job: Callable[[], Result]) -> Future[Result]:
+        """Have `job` run on the copying thread; see Copier.submit."""
+        return self._copier.submit(job)
 
     def close(self) -> None:
         """Take the hook away and end the copying thread. The window must have ended."""
@@ -205,13 +211,13 @@ class Stager:
         meta = window.meta
         try:
             if window.job.error is not None:
-                raise SaveFailed(f"copying the snapshot of step {meta.step} failed: {window.job.error!r}")
+                raise SaveFailed(f"copying it failed: {window.job.error!r}")
             if self._checksum:
                 digest = xxhash.xxh3_128_hexdigest(window.slot.image[: meta.image_bytes])
                 meta = replace(meta, image_digest=digest)
             window.slot.seal(meta, window.layout.encoded, window.objects)
         except (EasyckptError, OSError) as error:
-            self._error = error if isinstance(error, EasyckptError) else SaveFailed(f"step {meta.step}: {error}")
+            # Not raised: this is one rank, and the others would wait for it in their next collective. They hear of it.
             self._discard(window, str(error))
             return
         window.job.release()

@@ -50,7 +50,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mischief-rank", type=int, help="what follows happens on this rank only")
     parser.add_argument("--tear-at", type=int, default=-1, help="write to a parameter while its snapshot is taken")
     parser.add_argument("--skip-at", type=int, default=-1, help="there is no free slot for this step")
-    parser.add_argument("--until-the-end", action="store_true", help="there is one again once training is over")
+    parser.add_argument("--grow-at", type=int, default=-1, help="the state grows in this step, and memory cannot")
+    parser.add_argument("--grows", choices=sorted(GROWTH), help="what grows, on all ranks")
     parser.add_argument("--then", choices=sorted(CHANGES), default="nothing", help="after the last step")
     parser.add_argument("--hears-late", type=float, default=0.0, help="seconds by which rank 0's board is read late")
     parser.add_argument("--lag", type=float, default=0.0, help="seconds by which each step is longer")
@@ -72,7 +73,17 @@ CHANGES = {
     "generator": lambda net, optimizer, progress: torch.rand(1),
     "number": lambda net, optimizer, progress: progress.update(seen=-1),
     "parameter": lambda net, optimizer, progress: written_to(next(net.parameters())),
+    "element": lambda net, optimizer, progress: net[0].weight.data[1].sub_(0.1),
+    "average": lambda net, optimizer, progress: [p.data.copy_(0.9 * p.data) for p in net.parameters()],
     "step": lambda net, optimizer, progress: optimizer.step(),
+}
+
+
+#: Neither can a slot grow, nor can a larger one be made.
+NO_ROOM = "slot.seal.grow@*=error:ENOSPC;supply.prepared@*=error:ENOSPC"
+GROWTH = {
+    "text": lambda progress: progress.update(text="x" * 400_000),
+    "tensor": lambda progress: progress.update(tensor=torch.zeros(1 << 20)),
 }
 
 
@@ -132,14 +143,10 @@ def after_a_restart() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def leave_no_slot(checkpointer: easyckpt.Checkpointer, step: int, until_the_end: bool) -> None:
+def leave_no_slot(checkpointer: easyckpt.Checkpointer, step: int) -> None:
     arena = checkpointer._parts.arena
     acquire = arena.acquire
-
-    def refuses(number: int) -> bool:
-        return number == step and not (until_the_end and checkpointer._closed)
-
-    arena.acquire = lambda number, *rest: None if refuses(number) else acquire(number, *rest)
+    arena.acquire = lambda number, *rest: None if number == step else acquire(number, *rest)
 
 
 def read_late(checkpointer: easyckpt.Checkpointer, seconds: float) -> None:
@@ -211,7 +218,7 @@ def main() -> None:
             if mischief and args.hears_late:
                 read_late(checkpointer, args.hears_late)
             if mischief and args.skip_at >= 0:
-                leave_no_slot(checkpointer, args.skip_at, args.until_the_end)
+                leave_no_slot(checkpointer, args.skip_at)
             first = 0
             if not args.no_load:
                 restored = checkpointer.load(step=args.load_step)
@@ -220,6 +227,9 @@ def main() -> None:
             loss = 0.0
             for number in range(first + 1, args.steps + 1):
                 loss = step(number)
+                if number == args.grow_at:
+                    GROWTH[args.grows](progress)
+                    failpoints.arm(NO_ROOM if mischief else "")
                 time.sleep(args.lag if mischief else 0.0)
                 notes.write(finished=number, loss=loss.hex(), time=time.time())
                 checkpointer.log(loss=loss)
