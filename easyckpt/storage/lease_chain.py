@@ -83,7 +83,7 @@ def remove_leftovers(storage: Storage, owner: str) -> None:
             if layout.is_beside_lease(name) and name != successor_file(owner):
                 with contextlib.suppress(FileNotFoundError):
                     storage.remove(name)
-    except OSError as error:  # they are small, and the next owner tries again
+    except (EasyckptError, OSError) as error:  # they are small, and the next owner tries again
         _log.warning("%s: removing the leftovers of an earlier lease failed: %s", storage.root, error)
 
 
