@@ -168,7 +168,7 @@ class Job:
 
 def _answers(root: str) -> bool:
     try:
-        os.stat(root)
+        os.listdir(root)  # what stat says, the kernel may remember
     except OSError as error:
         return error.errno == errno.ENOENT
     return True
