@@ -36,6 +36,7 @@ logger = logging.getLogger("easyckpt")
 QUICK_POLL_SECONDS = 0.001
 SLOW_POLL_SECONDS = 0.05
 LEAVE_TIMEOUT_SECONDS = 10.0
+BEATS_IN_PEER_TIMEOUT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,7 @@ class CoordinatorThread:
             parts.flusher, view_of=self._view, watch=self._watch, report=self._report, emit=parts.emit
         )
         self._left = False
+        self._beat_seconds = parts.config.peer_timeout / BEATS_IN_PEER_TIMEOUT
         self._moved = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="easyckpt-coordinator", daemon=True)
         self._thread.start()
@@ -145,6 +147,8 @@ class CoordinatorThread:
     # -- speaking
 
     def _speak(self, **fields: Any) -> None:
+        beat = int(time.monotonic() / self._beat_seconds) if self._ledger.pending() else 0
+        fields |= {"beat": beat, "without_memory": self._parts.arena.count == 0}
         post = self._ledger.speak(self._sealed, emergency=self.signalled, **fields)
         if post != self._posted:
             self._parts.mailbox.post(dump(post))
@@ -197,12 +201,12 @@ class CoordinatorThread:
         decided = self._ledger.hear(board)
         self.in_emergency = self.in_emergency or board.emergency
         self.board = board
-        for decision, promise in decided:
+        for decision, promises in decided:
             self._parts.emit(_event_of(decision, self._participant.effort(decision.attempt or "")))
             if decision.attempt is not None:
                 self._participant.end()
-            if promise is not None:
-                error = error_of(decision)
+            error = error_of(decision)
+            for promise in promises:
                 promise.set_result(decision.step) if error is None else promise.set_exception(error)
         if board.flush is not None:
             self._participant.take_part(board.flush)

@@ -57,7 +57,8 @@ class Flusher:
         self._metrics_of = metrics_of
         self._writer = ShardWriter(context.storage, min_free_bytes=min_free_bytes)
         self._worker = Worker("easyckpt-flush")
-        self._begun: dict[str, float] = {}
+        self._begun = 0.0
+        """When this rank began to write for the newest attempt; there is one at a time."""
 
     def prepare(self, layout: Layout) -> None:
         """The layout of the snapshots to come, so that it need not be parsed out of them."""
@@ -71,7 +72,7 @@ class Flusher:
         self, flush: Flush, view: SnapshotBytes, abandoned: threading.Event
     ) -> Future[dict[str, tuple[int, str]]]:
         """Write and fsync this rank's shard and index into the attempt's directory."""
-        self._begun[flush.attempt] = time.perf_counter()
+        self._begun = time.perf_counter()
 
         def job() -> dict[str, tuple[int, str]]:
             directory = self._context.naming.temporary(flush.step, flush.attempt)
@@ -89,7 +90,7 @@ class Flusher:
 
     def commit(self, work: Work, view: SnapshotBytes) -> Future[CommitResult]:
         """Rank 0: steps 4 and 5 of the commit protocol."""
-        begun = self._begun.pop(work.flush.attempt, time.perf_counter())
+        begun = self._begun
         timeline, metrics = view.meta.timeline, self._metrics_of(work.flush.step)
 
         def job() -> CommitResult:

@@ -1,6 +1,7 @@
 """Rank 0's decisions, as a pure state machine: posts in, board and work out. No I/O, no threads, no clock of its own.
 
-Every due flush gets exactly one decision, and every rank gets the same one. A flush goes through::
+Every due flush gets exactly one decision, and every rank gets the same one. A due step that is committed by the time
+that its turn comes needs none: each rank learns of the commit. A flush goes through::
 
     (compare digests) ─▶ all ranks write ─▶ all ranks reported ─▶ commit ─▶ decision "committed"
                               └─ an error, or a rank that is silent too long ─▶ abandoned ─▶ decision "failed"
@@ -48,6 +49,7 @@ class Leader:
         self.share: bool | None = True if world_size == 1 else None
         self.floor = -1
         self._useless: tuple[int, ...] = ()
+        self._without_memory = False
         self._line = 0
         self._world_size = world_size
         self._policy = policy
@@ -56,6 +58,9 @@ class Leader:
         self._dues: deque[Due] = deque()
         self._active: Attempt | None = None
         self._due_since: float | None = None
+        self._waited = 0
+        self._heard: list[tuple[Post | None, float]] = [(None, 0.0)] * world_size
+        """The newest post of each rank, and when it came."""
         self._decisions: list[Decision] = []
         self._numbers = 0
         self._pace = Pace()
@@ -72,6 +77,9 @@ class Leader:
         """Line number `line` begins: what counts as committed and as floor on it (-1: nothing)."""
         self._line, self.committed, self.floor, self._failed_floor = line, committed, floor, -1
         self._useless = ()
+        self._pace.go_on_from(max(committed, floor))
+        if self._emergency_deadline is not None:
+            self._preempt_at = self._pace.step_ahead()
 
     def add_due(self, due: Due) -> None:
         """All ranks have come to a due step (rank 0 speaks for all: they run the same loop)."""
@@ -84,8 +92,12 @@ class Leader:
     def advance(self, posts: Sequence[Post | None], now: float) -> tuple[Board, list[Work]]:
         """Take in what the ranks post at time `now`; returns the new board and the work to start."""
         posts = [post if post is not None and post.line == self._line else None for post in posts]
+        self._heard = [
+            heard if heard[0] == post else (post, now) for heard, post in zip(self._heard, posts, strict=True)
+        ]
         known = [post for post in posts if post is not None]
         everyone = len(known) == self._world_size
+        self._without_memory = any(post.without_memory for post in known)
         self._update_floor(known, everyone)
         if everyone:
             seen = min(post.seen for post in known)
@@ -95,6 +107,7 @@ class Leader:
             self._emergency_deadline = now + self._policy.signal_deadline
             self._emergency_floor = self.floor  # training goes on meanwhile, and its steps would never end
             self._preempt_at = self._pace.step_ahead()
+        self._dues = deque(due for due in self._dues if due.step > self.committed)
         work = None
         if self._active is None:
             self._next_flush(posts, known, everyone, now)
@@ -130,12 +143,13 @@ class Leader:
             self._useless = tuple(sorted(step for step in above if any(_passed_without(post, step) for post in known)))
 
     def _next_flush(self, posts: Sequence[Post | None], known: list[Post], everyone: bool, now: float) -> None:
+        self._waited = 0
         while self._dues and self._active is None:
             due = self._dues[0]
             self._due_since = self._due_since if self._due_since is not None else now
-            holders = [post is not None and due.step in post.sealed for post in posts]
-            lacking = [rank for rank, post in enumerate(posts) if post is not None and due.step in post.missing]
-            if all(holders):
+            without = {rank: post for rank, post in enumerate(posts) if post is None or due.step not in post.sealed}
+            lacking = [rank for rank, post in without.items() if post is not None and due.step in post.missing]
+            if not without:
                 self._start(due.step, due.step, now)
             elif lacking and everyone and self.floor > self.committed and not due.forced:
                 self._start(self.floor, due.step, now)
@@ -143,16 +157,31 @@ class Leader:
                 ranks = ", ".join(map(str, lacking))
                 reason = f"rank {ranks} holds no whole snapshot of step {due.step}"
                 self._close_due(due, "failed" if due.forced else "skipped", reason)
-            elif now - self._due_since > self._policy.peer_timeout:
-                late = ", ".join(str(rank) for rank, holds in enumerate(holders) if not holds)
-                self._close_due(due, "failed", f"rank {late} did not come to step {due.step} in time")
+            elif late := [rank for rank in without if self._is_late(rank, due, now)]:
+                ranks, limit = ", ".join(map(str, late)), f"{self._policy.peer_timeout:g} s (peer_timeout)"
+                reason = f"rank {ranks} did not come to step {due.step}, or said nothing since, within {limit}"
+                self._close_due(due, "failed", reason)
             else:
-                return
+                self._waited = int((now - self._due_since) / self._policy.peer_timeout)
+                break
             self._due_since = None
             if self._active is not None:
                 self._dues.popleft()
         if self._active is None and self._wants_floor(known, everyone):
             self._start(self.floor, None, now)
+
+    def _is_late(self, rank: int, due: Due, now: float) -> bool:
+        """Whether a rank without the snapshot of `due` is to be waited for no longer.
+
+        One whose training has come there seals it at its next optimizer step. What lies before that (a validation) may
+        take as long as it likes; only that the rank is still there is looked at. With ranks whose training waits for
+        this flush meanwhile, there may be no such step.
+        """
+        assert self._due_since is not None
+        post, heard = self._heard[rank]
+        came = post is not None and due.step in post.due and not self._without_memory
+        since = heard if came else self._due_since
+        return now - since > self._policy.peer_timeout
 
     def _wants_floor(self, known: list[Post], everyone: bool) -> bool:
         """Whether a signal or the end of the job asks for the newest snapshot, whatever its number."""
@@ -182,7 +211,9 @@ class Leader:
     def _skip_while_busy(self) -> None:
         if self._policy.wait_on_back_pressure:
             return
-        for due in [due for due in self._dues if not due.forced]:
+        assert self._active is not None
+        running = self._active.flush.step  # for a signal: may make this very step durable
+        for due in [due for due in self._dues if not due.forced and due.step != running]:
             self._dues.remove(due)
             self._decide_due(due, "skipped", "the flush before was still running")
 
@@ -232,7 +263,7 @@ class Leader:
         if leaving == self._world_size and self._active is None and not self._dues:
             aborted = any(post.aborted for post in known)
             self._closed = self._floor_is_settled() or aborted
-            if self._closed and not aborted:
+            if self._closed:
                 self._not_durable = _missing_at_the_end(known, self.committed)
         elif now - self._closing_since > self._policy.close_timeout:
             late = [rank for rank, post in enumerate(posts) if post is None or not (post.closing or post.aborted)]
@@ -245,6 +276,7 @@ class Leader:
             line=self._line,
             floor=self.floor,
             useless=self._useless,
+            without_memory=self._without_memory,
             flush=None if self._active is None else self._active.flush,
             decisions=tuple(self._decisions),
             emergency=self._emergency_deadline is not None,
@@ -253,6 +285,7 @@ class Leader:
             closed=self._closed,
             close_error=self._close_error,
             not_durable=self._not_durable,
+            waited=self._waited,
         )
 
 
@@ -266,10 +299,11 @@ def _missing_at_the_end(posts: Sequence[Post], committed: int) -> str:
     wanted = max(post.wanted for post in posts)
     if wanted <= committed:
         return ""
+    left = "it has left after an exception"
     lacking = [
-        f"rank {rank}: {post.lack or 'it holds no whole snapshot of it'}"
+        f"rank {rank}: {left if post.aborted else post.lack or 'it holds no whole snapshot of it'}"
         for rank, post in enumerate(posts)
-        if wanted not in post.sealed
+        if post.aborted or wanted not in post.sealed
     ]
     why = "; ".join(lacking) or "its flush has failed"
     newest = f"the newest committed step is {committed}" if committed >= 0 else "nothing is committed"

@@ -50,6 +50,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mischief-rank", type=int, help="what follows happens on this rank only")
     parser.add_argument("--tear-at", type=int, default=-1, help="write to a parameter while its snapshot is taken")
     parser.add_argument("--skip-at", type=int, default=-1, help="there is no free slot for this step")
+    parser.add_argument("--no-memory-rank", type=int, help="this rank has no memory for even one snapshot")
+    parser.add_argument("--pause-at", type=int, default=-1, help="after saving this step do something else ...")
+    parser.add_argument("--pause-seconds", type=float, default=0.0, help="... for so long, as a validation would")
     parser.add_argument("--until-the-end", action="store_true", help="there is one again once training is over")
     parser.add_argument("--then", choices=sorted(CHANGES), default="nothing", help="after the last step")
     parser.add_argument("--hears-late", type=float, default=0.0, help="seconds by which rank 0's board is read late")
@@ -142,6 +145,10 @@ def leave_no_slot(checkpointer: easyckpt.Checkpointer, step: int, until_the_end:
     arena.acquire = lambda number, *rest: None if refuses(number) else acquire(number, *rest)
 
 
+def leave_no_memory(checkpointer: easyckpt.Checkpointer) -> None:
+    type(checkpointer._parts.arena).count = property(lambda self: 0)
+
+
 def read_late(checkpointer: easyckpt.Checkpointer, seconds: float) -> None:
     mailbox = checkpointer._parts.mailbox
     board = mailbox.board
@@ -212,6 +219,8 @@ def main() -> None:
                 read_late(checkpointer, args.hears_late)
             if mischief and args.skip_at >= 0:
                 leave_no_slot(checkpointer, args.skip_at, args.until_the_end)
+            if rank == args.no_memory_rank:
+                leave_no_memory(checkpointer)
             first = 0
             if not args.no_load:
                 restored = checkpointer.load(step=args.load_step)
@@ -226,6 +235,8 @@ def main() -> None:
                 checkpointer.save_if_needed(number)
                 if mischief and number == args.tear_at:
                     written_to(next(net.parameters()))
+                if mischief and number == args.pause_at:
+                    time.sleep(args.pause_seconds)
                 if mischief and number == args.die_at and not after_a_restart():
                     os.kill(os.getpid(), signal.SIGKILL)
                 if number == args.save_at:
