@@ -350,16 +350,15 @@ class Checkpointer:
             return None
         coordinator, housekeeper = self._parts.coordinator, self._housekeeper
 
-        def wait(seconds: float) -> bool:
-            in_time = coordinator.emergency_over.wait(seconds)
+        def flush(seconds: float) -> bool:
+            in_time = coordinator.emergency(seconds)
             housekeeper.write_now(LAST_WORDS_SECONDS)  # the signal may end the process without another chance
             return in_time
 
         return SignalWatcher(
             self._config.signals,
             deadline=self._config.signal_deadline,
-            announce=coordinator.announce_emergency,
-            wait=wait,
+            flush=flush,
             takes_over=lambda: self._watches_preempted,
         )
 

@@ -235,14 +235,14 @@ def test_a_signal_while_training_pauses_after_a_due_save_saves_what_is_whole():
     group.tell(0, step=10, sealed=(9,), due=(10,))
     group.leader.add_due(Due(10, forced=False))
     assert group.turn().flush is None
-    group.tell(0, emergency=True)
+    group.tell(0, emergency=1)
     assert (group.turn().flush.step, group.board.flush.due) == (9, None)
 
 
 def test_a_due_step_that_a_signal_has_flushed_is_not_flushed_again():
     group = Group(1)
     group.seal(10)
-    group.tell(0, emergency=True)
+    group.tell(0, emergency=1)
     group.turn()
     group.leader.add_due(Due(10, forced=False))  # in the middle of it
     group.report_all()
@@ -258,7 +258,7 @@ def test_after_going_back_failures_are_raised_soon_and_a_signal_is_seen_soon():
     for step in range(200):  # 100 steps a second
         group.tell(0, step=step)
         group.turn(0.01)
-    group.tell(0, emergency=True)
+    group.tell(0, emergency=1)
     group.turn(0.01)
     group.leader.begin_line(1, committed=50, floor=-1)
     group.tell(0, line=1, step=50)
@@ -322,7 +322,7 @@ def test_a_signal_on_one_rank_flushes_the_floor_and_ends():
     group = Group(2)
     group.leader.share = True
     group.seal(7)
-    group.tell(1, emergency=True)
+    group.tell(1, emergency=1)
     assert group.turn().emergency
     assert (group.board.flush.step, group.board.flush.due) == (7, None)
     group.report_all()
@@ -339,7 +339,7 @@ def test_an_emergency_ends_with_the_newest_snapshot_at_the_signal_though_trainin
         group.leader.add_due(Due(3, forced=False))
         group.turn()
     group.seal(4)
-    group.tell(1, emergency=True)
+    group.tell(1, emergency=1)
     group.turn()
     flushed = []
     for step in range(5, 50):
@@ -358,10 +358,39 @@ def test_an_emergency_ends_with_the_newest_snapshot_at_the_signal_though_trainin
     assert len(flushed) <= 2 + running
 
 
+def test_a_signal_after_an_emergency_begins_another_one():
+    group = Group(2)
+    group.leader.share = True
+    for number, step, fails in [(1, 7, None), (2, 9, "disk full"), (3, 9, None)]:
+        group.seal(step)
+        group.tell(number % 2, emergency=number)
+        board = group.turn()
+        assert (board.emergency, board.emergency_over, board.flush.step) == (number, False, step)
+        group.report_all()
+        group.finish(fails)
+        group.see()
+        assert group.turn().emergency_over
+    assert [step for _, step, outcome in group.outcomes() if outcome == "committed"] == [7, 9]
+
+
+def test_a_signal_in_an_emergency_has_its_own_one_afterwards():
+    group = Group(1)
+    group.seal(7)
+    group.tell(0, emergency=1)
+    group.turn()
+    group.seal(7, 8)
+    group.tell(0, emergency=2)
+    assert (group.turn().emergency, group.board.flush.step) == (1, 7)
+    group.report_all()
+    group.finish()
+    group.turn()
+    assert (group.turn().emergency, group.board.flush.step) == (2, 8)
+
+
 def test_an_emergency_that_fails_is_over_and_not_tried_for_ever():
     group = Group(1)
     group.seal(7)
-    group.tell(0, emergency=True)
+    group.tell(0, emergency=1)
     group.turn()
     group.report_all()
     group.finish(reason="disk full")

@@ -21,6 +21,7 @@ from easyckpt.errors import EasyckptError, OutcomeUnknown, PeerTimeout, SaveFail
 from easyckpt.events import Event, FlushCommitted, FlushFailed, FlushSkipped
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import SlotMeta
+from easyckpt.saving.alarms import Alarms
 from easyckpt.saving.attempt import Work
 from easyckpt.saving.failures import error_of
 from easyckpt.saving.flusher import Flusher
@@ -57,16 +58,17 @@ class CoordinatorParts:
 class CoordinatorThread:
     """Runs from construction until rank 0 has ended the job, or the ranks have lost each other.
 
-    Other threads share the `ledger` with it, which has a lock, and beside that only set `live` and `signalled` and
-    read `board`, `in_emergency` and `emergency_over`, which need none. `wake` has it look at once.
+    Other threads share the `ledger` with it, which has a lock, and beside that only set `live` and `in_emergency`, ring
+    `alarms` and read `board`, which need none. `wake` has it look at once.
     """
 
     def __init__(self, parts: CoordinatorParts, ledger: Ledger) -> None:
         self.wake = threading.Event()
         self.live: LiveSnapshot | None = None
         """The training thread waits, and lends its live state as the snapshot of its step."""
-        self.signalled = self.in_emergency = False
-        self.emergency_over = threading.Event()
+        self.in_emergency = False
+        """A signal has come, here or to another rank."""
+        self.alarms = Alarms()
         self.board = Board()
         self._parts, self._ledger = parts, ledger
         self._leads = parts.ranks.rank == 0
@@ -104,7 +106,7 @@ class CoordinatorThread:
         except Exception as error:
             logger.exception("the coordinator thread has failed")
             self._lost(SaveFailed(f"rank {self._parts.ranks.rank}: the coordinator thread has failed: {error!r}"))
-        self.emergency_over.set()  # a signal that comes later has nothing to wait for
+        self.alarms.end()
 
     def _turn(self) -> bool:
         """One round of listening and speaking; returns whether anything moved."""
@@ -125,7 +127,8 @@ class CoordinatorThread:
 
     def _longest_pause(self) -> float:
         post = self._ledger.post
-        outstanding = self._ledger.pending() or self._participant.attempt or post.closing or post.emergency
+        emergency = self.alarms.waiting or (self.board.emergency and not self.board.emergency_over)
+        outstanding = self._ledger.pending() or self._participant.attempt or post.closing or emergency
         behind = any(meta.step > self._ledger.floor for meta in self._sealed())
         return SLOW_POLL_SECONDS / 5 if outstanding or behind else SLOW_POLL_SECONDS
 
@@ -149,7 +152,7 @@ class CoordinatorThread:
     def _speak(self, **fields: Any) -> None:
         beat = int(time.monotonic() / self._beat_seconds) if self._ledger.pending() else 0
         fields |= {"beat": beat, "without_memory": self._parts.arena.count == 0}
-        post = self._ledger.speak(self._sealed, emergency=self.signalled, **fields)
+        post = self._ledger.speak(self._sealed, emergency=self.alarms.ask(self.board), **fields)
         if post != self._posted:
             self._parts.mailbox.post(dump(post))
             self._posted = post
@@ -199,7 +202,7 @@ class CoordinatorThread:
 
     def _listen(self, board: Board) -> None:
         decided = self._ledger.hear(board)
-        self.in_emergency = self.in_emergency or board.emergency
+        self.in_emergency = self.in_emergency or board.emergency > 0
         self.board = board
         for decision, promises in decided:
             self._parts.emit(_event_of(decision, self._participant.effort(decision.attempt or "")))
@@ -210,17 +213,16 @@ class CoordinatorThread:
                 promise.set_result(decision.step) if error is None else promise.set_exception(error)
         if board.flush is not None:
             self._participant.take_part(board.flush)
-        if board.emergency_over:
-            self.emergency_over.set()
+        self.alarms.hear(board)
         if board.closed:
             self._ledger.give_up(SaveFailed("the job has ended"))
             self._left = True
 
     def _give_up_on_the_dead(self) -> None:
         """In an emergency nobody waits for a rank that is known to be dead."""
-        if self.in_emergency and not self.emergency_over.is_set() and (dead := self._parts.dead_peers()):
+        if self.alarms.waiting and (dead := self._parts.dead_peers()):
             logger.warning("the emergency flush is given up: rank %s has died", ", ".join(map(str, dead)))
-            self.emergency_over.set()
+            self.alarms.give_up()
 
     def _check_silence(self) -> None:
         """Give up when nothing has moved for longer than anything that rank 0 decides may take.

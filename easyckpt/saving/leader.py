@@ -64,8 +64,9 @@ class Leader:
         self._decisions: list[Decision] = []
         self._numbers = 0
         self._pace = Pace()
-        self._emergency_deadline: float | None = None
+        self._emergency = 0
         self._emergency_over = False
+        self._emergency_deadline = 0.0
         self._emergency_floor = -1
         self._preempt_at = 0
         self._failed_floor = -1
@@ -78,7 +79,7 @@ class Leader:
         self._line, self.committed, self.floor, self._failed_floor = line, committed, floor, -1
         self._useless = ()
         self._pace.go_on_from(max(committed, floor))
-        if self._emergency_deadline is not None:
+        if self._emergency:
             self._preempt_at = self._pace.step_ahead()
 
     def add_due(self, due: Due) -> None:
@@ -103,10 +104,7 @@ class Leader:
             seen = min(post.seen for post in known)
             self._decisions = [decision for decision in self._decisions if decision.number > seen]
         self._pace.update(max((post.step for post in known), default=-1), now)
-        if self._emergency_deadline is None and any(post.emergency for post in known):
-            self._emergency_deadline = now + self._policy.signal_deadline
-            self._emergency_floor = self.floor  # training goes on meanwhile, and its steps would never end
-            self._preempt_at = self._pace.step_ahead()
+        self._begin_emergency(max((post.emergency for post in known), default=0), now)
         self._dues = deque(due for due in self._dues if due.step > self.committed)
         work = None
         if self._active is None:
@@ -187,8 +185,7 @@ class Leader:
         """Whether a signal or the end of the job asks for the newest snapshot, whatever its number."""
         if self._floor_is_settled() or any(post.aborted for post in known):
             return False
-        emergency = self._emergency_deadline is not None and not self._emergency_over
-        if emergency and not self._emergency_is_settled():
+        if self._in_emergency() and not self._emergency_is_settled():
             return True
         return everyone and not self._closed and all(post.closing for post in known)
 
@@ -248,8 +245,21 @@ class Leader:
         )
         self._decisions.append(decision)
 
+    def _in_emergency(self) -> bool:
+        return self._emergency > 0 and not self._emergency_over
+
+    def _begin_emergency(self, asked: int, now: float) -> None:
+        if asked <= self._emergency or self._in_emergency():
+            return
+        if self._emergency == 0:
+            self._preempt_at = self._pace.step_ahead()
+        self._emergency, self._emergency_over = asked, False
+        self._emergency_deadline = now + self._policy.signal_deadline
+        self._emergency_floor = self.floor  # training goes on meanwhile, and its steps would never end
+        self._failed_floor = -1  # what has failed before is tried once more
+
     def _end_emergency(self, now: float) -> None:
-        if self._emergency_deadline is None or self._emergency_over:
+        if not self._in_emergency():
             return
         done = self._active is None and self._emergency_is_settled()
         self._emergency_over = done or now > self._emergency_deadline
@@ -279,7 +289,7 @@ class Leader:
             without_memory=self._without_memory,
             flush=None if self._active is None else self._active.flush,
             decisions=tuple(self._decisions),
-            emergency=self._emergency_deadline is not None,
+            emergency=self._emergency,
             emergency_over=self._emergency_over,
             preempt_at=self._preempt_at,
             closed=self._closed,

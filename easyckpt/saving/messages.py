@@ -46,7 +46,8 @@ class Post:
     seen: int = 0
     """Number of the newest decision that this rank has acted on."""
     report: Report | None = None
-    emergency: bool = False
+    emergency: int = 0
+    """Number of the newest emergency that a signal at this rank asks for; 0: none has come."""
     closing: bool = False
     aborted: bool = False
     """The rank leaves after an exception: nothing new may be started with it."""
@@ -98,10 +99,11 @@ class Board:
     it whole, the rank that waits for it."""
     flush: Flush | None = None
     decisions: tuple[Decision, ...] = ()
-    emergency: bool = False
+    emergency: int = 0
+    """Number of the newest emergency: each flushes what is the newest snapshot at its begin. 0: there was none."""
     emergency_over: bool = False
     preempt_at: int = 0
-    """In an emergency: the first step at which every rank may see that it is preempted."""
+    """Since the first emergency: the first step at which every rank may see that it is preempted."""
     closed: bool = False
     close_error: str = ""
     """Who did not come to the end in time."""
