@@ -483,6 +483,23 @@ def test_an_exception_after_all_was_committed_spoils_the_end_of_nobody_else():
     assert group.board.not_durable == ""
 
 
+def test_a_flush_that_training_has_gone_back_behind_says_nothing_about_the_line_that_is_open():
+    """A signal's flush still runs when the program loads an older step: what comes then is not committed by it."""
+    group = Group(1)
+    group.seal(60)
+    group.tell(0, emergency=1)
+    group.turn()
+    group.leader.begin_line(1, committed=40, floor=-1)
+    group.tell(0, line=1, step=40, sealed=())
+    group.report_all()
+    group.finish()
+    assert group.leader.committed == 40
+    assert [decision.line for decision in group.board.decisions] == [0]
+    group.leader.add_due(Due(50, forced=True))
+    group.tell(0, step=50, sealed=(50,))
+    assert group.turn().flush.step == 50
+
+
 def test_posts_of_another_line_are_not_listened_to():
     group = Group(2)
     group.seal(60)

@@ -63,6 +63,17 @@ def test_a_commit_for_whatever_reason_is_the_answer_to_all_who_wait_for_that_ste
     assert ledger.held() == set()
 
 
+def test_a_commit_on_a_line_that_training_has_left_is_no_answer(ledger):
+    ledger.begin_line("t", committed=40, adopted=None)
+    future = ledger.due(50, forced=True)
+    for line, committed in [(0, 40), (1, 60)]:
+        decision = Decision(number=line + 1, outcome="committed", due=None, step=60, line=line)
+        ledger.hear(Board(line=1, decisions=(decision,)))
+        assert ledger.committed == committed
+        assert bool(ledger.pending()) is (committed < 50)
+    assert not future.cancelled()
+
+
 def test_what_ends_all_saving_decides_all_that_waits(ledger):
     future = ledger.due(10, forced=True)
     ledger.end_all(SaveFailed("the lease is lost"))

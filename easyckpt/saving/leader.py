@@ -126,11 +126,11 @@ class Leader:
         if work.kind == "clean up":
             self._decide(flush, "failed", reason=flush.abandoned or "abandoned")
         elif reason is None:
-            self.committed = max(self.committed, flush.step)
+            self.committed = max(self.committed, flush.step) if flush.line == self._line else self.committed
             self._decide(flush, "committed", nbytes=nbytes, seconds=seconds)
         else:
             self._decide(flush, "unknown" if unknown else "failed", reason=reason)
-        if flush.due is None and self.committed < flush.step:
+        if flush.due is None and flush.line == self._line and self.committed < flush.step:
             self._failed_floor = flush.step  # tried once for a signal or the end of the job: not again and again
 
     def _update_floor(self, known: list[Post], everyone: bool) -> None:
@@ -199,7 +199,7 @@ class Leader:
         self._attempts += 1
         attempt = f"{self._incarnation}-{self._attempts:06d}"
         self._active = Attempt(
-            Flush(attempt=attempt, step=step, due=due, share=self.share),
+            Flush(attempt=attempt, step=step, due=due, share=self.share, line=self._line),
             now,
             commit_timeout=self._policy.commit_timeout,
             give_up_timeout=min(self._policy.peer_timeout, self._policy.commit_timeout),
@@ -219,7 +219,7 @@ class Leader:
         self._decide_due(due, outcome, reason)
 
     def _decide_due(self, due: Due, outcome: Literal["failed", "skipped"], reason: str) -> None:
-        flush = Flush(attempt="", step=due.step, due=due.step, share=None)
+        flush = Flush(attempt="", step=due.step, due=due.step, share=None, line=self._line)
         self._decide(flush, outcome, reason=reason)
 
     def _decide(
@@ -242,6 +242,7 @@ class Leader:
             nbytes=nbytes,
             seconds=seconds,
             raise_at=self._pace.step_ahead(),
+            line=flush.line,
         )
         self._decisions.append(decision)
 

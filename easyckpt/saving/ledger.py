@@ -162,9 +162,11 @@ class Ledger:
         self.post = replace(self.post, seen=decision.number)
         if decision.attempt is not None:
             self._release(decision.step)
-        self._failures.record(decision)
+        if decision.line != self.post.line:
+            return []  # nobody waits for anything on a line that training has left
         due = decision.due
-        decided = []
+        decided: list[int] = []
+        self._failures.record(decision)
         if decision.outcome == "committed":  # for whichever reason it was flushed (a signal, another due step)
             self.committed = max(self.committed, decision.step)
             decided = [step for step in self._waiting if step <= decision.step and step != due]
@@ -241,6 +243,8 @@ class Ledger:
     def found_committed(self, flush: Flush) -> None:
         """The root says that `flush` is committed, though nobody could tell this rank."""
         with self.lock:
+            if flush.line != self.post.line:
+                return
             self.committed = max(self.committed, flush.step)
             decided = [step for step in self._waiting if step <= flush.step or step == flush.due]
             promises = [self._settle(step) for step in decided]

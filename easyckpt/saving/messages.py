@@ -67,6 +67,8 @@ class Flush:
     """True: only rank 0 writes replicated state. False: every rank does. None: ranks first compare digests."""
     abandoned: str | None = None
     """The reason, once given up."""
+    line: int = 0
+    """The line of training that it belongs to, as in `Post`: training may leave that while a flush runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class Decision:
     seconds: float = 0.0
     raise_at: int = 0
     """On failure: the first step at whose save every rank raises."""
+    line: int = 0
+    """As in `Flush`: what is committed on a line that training has left says nothing about the line that is open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
