@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from easyckpt.saving.attempt import Attempt, Work
+from easyckpt.saving.failures import missing_at_the_end
 from easyckpt.saving.messages import Board, Decision, Flush, Post
 from easyckpt.saving.pace import Pace
 
@@ -275,7 +276,7 @@ class Leader:
             aborted = any(post.aborted for post in known)
             self._closed = self._floor_is_settled() or aborted
             if self._closed:
-                self._not_durable = _missing_at_the_end(known, self.committed)
+                self._not_durable = missing_at_the_end(known, self.committed)
         elif now - self._closing_since > self._policy.close_timeout:
             late = [rank for rank, post in enumerate(posts) if post is None or not (post.closing or post.aborted)]
             ranks = ", ".join(map(str, late))
@@ -303,22 +304,3 @@ class Leader:
 def _passed_without(post: Post, step: int) -> bool:
     """Whether a rank will never hold `step`. One step on, it may still be sealing it; at its end it has sealed all."""
     return step not in post.sealed and (post.closing or post.step >= step + 2)
-
-
-def _missing_at_the_end(posts: Sequence[Post], committed: int) -> str:
-    """What of that which training has handed over will be lost, and why; empty if nothing is."""
-    wanted = max(post.wanted for post in posts)
-    if wanted <= committed:
-        return ""
-    left = "it has left after an exception"
-    lacking = [
-        f"rank {rank}: {left if post.aborted else post.lack or 'it holds no whole snapshot of it'}"
-        for rank, post in enumerate(posts)
-        if post.aborted or wanted not in post.sealed
-    ]
-    why = "; ".join(lacking) or "its flush has failed"
-    newest = f"the newest committed step is {committed}" if committed >= 0 else "nothing is committed"
-    return (
-        f"step {wanted}, the last that was handed over, is not durable ({why}); {newest}. "
-        "A job whose last step has to be kept ends with save(step, wait=True), which never skips"
-    )
