@@ -371,8 +371,8 @@ class Checkpointer:
             return None
         coordinator, housekeeper = self._parts.coordinator, self._housekeeper
 
-        def wait(seconds: float) -> bool:
-            in_time = coordinator.emergency_over.wait(seconds)
+        def flush(seconds: float) -> bool:
+            in_time = coordinator.emergency(seconds)
             newest = coordinator.committed
             logger.warning("the newest committed step is %s", newest if newest >= 0 else "none")
             housekeeper.write_now(LAST_WORDS_SECONDS)  # the signal may end the process without another chance
@@ -381,8 +381,7 @@ class Checkpointer:
         return SignalWatcher(
             self._config.signals,
             deadline=self._config.signal_deadline,
-            announce=coordinator.announce_emergency,
-            wait=wait,
+            flush=flush,
             takes_over=lambda: self._watches_preempted,
         )
 

@@ -342,6 +342,26 @@ def test_a_failure_is_raised_by_the_training_loop_itself(root):
         assert training.progress["epoch"] < 1_000_000
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_any_number_of_flushes_leaves_nothing_behind_in_the_process(root, fails):
+    training, _ = start(root, on_failure="continue", max_failures=1000, overlap=False)
+    failpoints.arm("writer.shard.begin@*=error:EIO" if fails else "")
+    flusher = training.checkpointer._parts.flusher
+
+    def kept() -> int:
+        return sum(len(held) for held in vars(flusher).values() if isinstance(held, (dict, list, set)))
+
+    with training.checkpointer as checkpointer:
+        before = kept()
+        for number in range(1, 20):
+            training.step()
+            checkpointer.save(number).exception(60)
+        assert kept() <= before + 1
+        failpoints.arm("")
+        training.step()
+        checkpointer.save(20, wait=True)
+
+
 def test_up_to_k_failures_in_a_row_are_tolerated(root):
     training, _ = start(root, save_storage_interval=1, on_failure="continue", max_failures=2, back_pressure="wait")
     failpoints.arm("writer.shard.chunk@*=error:EIO")

@@ -180,6 +180,96 @@ def test_a_report_of_an_older_attempt_says_nothing_about_this_one():
     assert group.works == []
 
 
+def wait_with(group: Group, *alive: int) -> None:
+    """Much longer than any timeout, in which these ranks show that they are there."""
+    for beat in range(1, 40):
+        for rank in alive:
+            group.tell(rank, beat=beat)
+        group.turn(POLICY.peer_timeout / 3)
+
+
+def test_training_that_pauses_with_the_due_snapshot_not_whole_is_waited_for():
+    """A validation right after a due save: the snapshot is whole at the next optimizer step, whenever that is."""
+    group = Group(2)
+    group.leader.share = True
+    group.leader.add_due(Due(10, forced=False))
+    group.tell(0, step=10, sealed=(9,), due=(10,))
+    group.tell(1, step=10, sealed=(9, 10), due=(10,))
+    group.turn()
+    boards = []
+    for _ in range(3):
+        wait_with(group, 0)
+        boards.append(group.board)
+    assert group.outcomes() == []
+    assert len({board.waited for board in boards}) == 3  # who looks at the board sees that it is not forgotten
+    group.tell(0, sealed=(9, 10))
+    assert group.turn().flush.step == 10
+
+
+@pytest.mark.parametrize("gone", ["never came", "came"])
+def test_a_rank_that_is_not_there_any_more_is_not_waited_for(gone):
+    group = Group(3)
+    group.leader.add_due(Due(10, forced=False))
+    for rank in range(3):
+        came = rank != 1 or gone == "came"
+        group.tell(rank, step=10 if came else 9, sealed=(9,), due=(10,) if came else ())
+    group.turn()
+    wait_with(group, 0, 2, *([1] if gone == "never came" else []))
+    assert group.outcomes() == [(10, 10, "failed")]
+    assert "rank 1 did not come to step 10" in group.decisions[1].reason
+
+
+def test_training_that_pauses_is_not_waited_for_where_the_training_of_another_rank_waits_for_it():
+    """A rank without memory waits in its due save, and the others may need it to come to the next optimizer step."""
+    group = Group(2)
+    group.leader.add_due(Due(10, forced=False))
+    group.tell(0, step=10, sealed=(9,), due=(10,))
+    group.tell(1, step=10, sealed=(10,), due=(10,), without_memory=True)
+    assert group.turn().without_memory
+    wait_with(group, 0, 1)
+    assert group.outcomes() == [(10, 10, "failed")]
+
+
+def test_a_signal_while_training_pauses_after_a_due_save_saves_what_is_whole():
+    group = Group(1)
+    group.tell(0, step=10, sealed=(9,), due=(10,))
+    group.leader.add_due(Due(10, forced=False))
+    assert group.turn().flush is None
+    group.tell(0, emergency=1)
+    assert (group.turn().flush.step, group.board.flush.due) == (9, None)
+
+
+def test_a_due_step_that_a_signal_has_flushed_is_not_flushed_again():
+    group = Group(1)
+    group.seal(10)
+    group.tell(0, emergency=1)
+    group.turn()
+    group.leader.add_due(Due(10, forced=False))  # in the middle of it
+    group.report_all()
+    group.finish()
+    group.leader.add_due(Due(10, forced=True))  # between the commit and the moment that anyone hears of it
+    group.turn()
+    assert group.outcomes() == [(None, 10, "committed")]
+    assert group.board.flush is None
+
+
+def test_after_going_back_failures_are_raised_soon_and_a_signal_is_seen_soon():
+    group = Group(1)
+    for step in range(200):  # 100 steps a second
+        group.tell(0, step=step)
+        group.turn(0.01)
+    group.tell(0, emergency=1)
+    group.turn(0.01)
+    group.leader.begin_line(1, committed=50, floor=-1)
+    group.tell(0, line=1, step=50)
+    group.turn(1.0)  # a load takes its time
+    group.tell(0, step=51, missing=(51,), due=(51,))
+    group.leader.add_due(Due(51, forced=True))
+    group.turn(0.01)
+    for step in (group.decisions[1].raise_at, group.board.preempt_at):
+        assert 51 + 2 <= step <= 51 + 2 + 40
+
+
 @pytest.mark.parametrize("forced", [False, True])
 def test_back_pressure_skips_what_was_not_asked_for_by_name(forced):
     group = Group(1)
@@ -232,7 +322,7 @@ def test_a_signal_on_one_rank_flushes_the_floor_and_ends():
     group = Group(2)
     group.leader.share = True
     group.seal(7)
-    group.tell(1, emergency=True)
+    group.tell(1, emergency=1)
     assert group.turn().emergency
     assert (group.board.flush.step, group.board.flush.due) == (7, None)
     group.report_all()
@@ -249,7 +339,7 @@ def test_an_emergency_ends_with_the_newest_snapshot_at_the_signal_though_trainin
         group.leader.add_due(Due(3, forced=False))
         group.turn()
     group.seal(4)
-    group.tell(1, emergency=True)
+    group.tell(1, emergency=1)
     group.turn()
     flushed = []
     for step in range(5, 50):
@@ -268,10 +358,39 @@ def test_an_emergency_ends_with_the_newest_snapshot_at_the_signal_though_trainin
     assert len(flushed) <= 2 + running
 
 
+def test_a_signal_after_an_emergency_begins_another_one():
+    group = Group(2)
+    group.leader.share = True
+    for number, step, fails in [(1, 7, None), (2, 9, "disk full"), (3, 9, None)]:
+        group.seal(step)
+        group.tell(number % 2, emergency=number)
+        board = group.turn()
+        assert (board.emergency, board.emergency_over, board.flush.step) == (number, False, step)
+        group.report_all()
+        group.finish(fails)
+        group.see()
+        assert group.turn().emergency_over
+    assert [step for _, step, outcome in group.outcomes() if outcome == "committed"] == [7, 9]
+
+
+def test_a_signal_in_an_emergency_has_its_own_one_afterwards():
+    group = Group(1)
+    group.seal(7)
+    group.tell(0, emergency=1)
+    group.turn()
+    group.seal(7, 8)
+    group.tell(0, emergency=2)
+    assert (group.turn().emergency, group.board.flush.step) == (1, 7)
+    group.report_all()
+    group.finish()
+    group.turn()
+    assert (group.turn().emergency, group.board.flush.step) == (2, 8)
+
+
 def test_an_emergency_that_fails_is_over_and_not_tried_for_ever():
     group = Group(1)
     group.seal(7)
-    group.tell(0, emergency=True)
+    group.tell(0, emergency=1)
     group.turn()
     group.report_all()
     group.finish(reason="disk full")
@@ -347,10 +466,38 @@ def test_a_rank_that_never_closes_is_named():
 def test_after_an_exception_on_one_rank_nothing_new_is_started():
     group = Group(2)
     group.seal(7)
-    group.tell(0, closing=True)
-    group.tell(1, aborted=True)
+    group.tell(0, closing=True, wanted=7)
+    group.tell(1, aborted=True, wanted=7)
     assert group.turn().closed
     assert group.board.flush is None
+    assert "step 7, " in group.board.not_durable  # the rank that has closed in good faith must not end well
+    assert "rank 1: it has left after an exception" in group.board.not_durable
+
+
+def test_an_exception_after_all_was_committed_spoils_the_end_of_nobody_else():
+    group = Group(2)
+    group.leader.begin_line(1, committed=7, floor=7)
+    group.tell(0, line=1, sealed=(7,), wanted=7, closing=True)
+    group.tell(1, line=1, sealed=(7,), wanted=7, aborted=True)
+    assert group.turn().closed
+    assert group.board.not_durable == ""
+
+
+def test_a_flush_that_training_has_gone_back_behind_says_nothing_about_the_line_that_is_open():
+    """A signal's flush still runs when the program loads an older step: what comes then is not committed by it."""
+    group = Group(1)
+    group.seal(60)
+    group.tell(0, emergency=1)
+    group.turn()
+    group.leader.begin_line(1, committed=40, floor=-1)
+    group.tell(0, line=1, step=40, sealed=())
+    group.report_all()
+    group.finish()
+    assert group.leader.committed == 40
+    assert [decision.line for decision in group.board.decisions] == [0]
+    group.leader.add_due(Due(50, forced=True))
+    group.tell(0, step=50, sealed=(50,))
+    assert group.turn().flush.step == 50
 
 
 def test_posts_of_another_line_are_not_listened_to():

@@ -18,8 +18,8 @@ def ledger() -> Ledger:
 
 def hear(ledger: Ledger, number: int, outcome: str, due: int) -> None:
     decision = Decision(number=number, outcome=outcome, due=due, step=due, reason="busy")
-    for decided, promise in ledger.hear(Board(decisions=(decision,))):
-        if promise is not None:
+    for decided, promises in ledger.hear(Board(decisions=(decision,))):
+        for promise in promises:
             promise.set_result(decided.step)
 
 
@@ -48,6 +48,30 @@ def test_a_due_step_of_which_there_is_no_snapshot_is_posted_as_missing(ledger):
     assert (ledger.post.missing, ledger.post.lack) == ((10,), "no slot is free")
     ledger.lacks(9, "an older one")
     assert ledger.post.lack == "no slot is free"
+
+
+@pytest.mark.parametrize("due", [None, 12])
+def test_a_commit_for_whatever_reason_is_the_answer_to_all_who_wait_for_that_step(ledger, due):
+    """A signal has flushed it, say, before this rank's training asked for it by name."""
+    futures = [ledger.due(10, forced=False), ledger.due(12, forced=True)]
+    decision = Decision(number=1, outcome="committed", due=due, step=12)
+    for decided, promises in ledger.hear(Board(decisions=(decision,))):
+        for promise in promises:
+            promise.set_result(decided.step)
+    assert [future.result(0) for future in futures] == [12, 12]
+    assert ledger.pending() == []
+    assert ledger.held() == set()
+
+
+def test_a_commit_on_a_line_that_training_has_left_is_no_answer(ledger):
+    ledger.begin_line("t", committed=40, adopted=None)
+    future = ledger.due(50, forced=True)
+    for line, committed in [(0, 40), (1, 60)]:
+        decision = Decision(number=line + 1, outcome="committed", due=None, step=60, line=line)
+        ledger.hear(Board(line=1, decisions=(decision,)))
+        assert ledger.committed == committed
+        assert bool(ledger.pending()) is (committed < 50)
+    assert not future.cancelled()
 
 
 def test_what_ends_all_saving_decides_all_that_waits(ledger):

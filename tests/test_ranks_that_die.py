@@ -229,6 +229,46 @@ def test_an_io_error_of_one_rank_reaches_all_at_the_same_step(paths, straight_di
         goes_on(root, notes, ranks, every_rank_finished(job) - 2, straight_directory)
 
 
+def test_an_attempt_that_is_given_up_before_a_rank_has_looked_is_not_waited_for(paths):
+    """Rank 1 is busy with other things and sees the attempt only after it has failed on rank 0.
+
+    With these timeouts nobody would live to see the end if it were waited for.
+    """
+    root, notes = paths
+    settings = {"peer_timeout": 1000.0, "commit_timeout": 1000.0, "close_timeout": 1000.0, "on_failure": "continue"}
+    fault = armed("writer.shard.begin", "error:ENOSPC", 0)
+    arguments = ["--step-seconds=0.3", "--hears-late=0.5", "--mischief-rank=1"]
+    settings |= {"save_storage_interval": 5}
+    job = jobs.run(root, notes, *arguments, steps=STEPS, ranks=2, settings=settings, **fault)
+    for rank in range(2):
+        (failed,) = events(root, rank, "FlushFailed")
+        assert "rank 0" in failed["reason"]
+        assert "No space left" in failed["reason"]
+    assert committed(root)[-1] == STEPS
+    assert job.values("finished", 1)[-1] == STEPS
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_validation_after_a_due_save_may_take_longer_than_any_timeout(paths, ranks):
+    """The snapshot of the due step is whole only at the next optimizer step. Of two ranks one validates."""
+    root, notes = paths
+    settings = SETTINGS | {"peer_timeout": 2.0, "commit_timeout": 2.0}
+    arguments = ["--width=160", "--step-seconds=0.05", "--pause-at=10", "--pause-seconds=8", "--mischief-rank=0"]
+    job = jobs.run(root, notes, *arguments, steps=STEPS, ranks=ranks, settings=settings)
+    assert not [event for rank in range(ranks) for event in events(root, rank, "FlushFailed")]
+    assert committed(root) == [5, 10, 12]
+    assert job.values("finished")[-1] == STEPS
+
+
+def test_a_rank_without_memory_does_not_wait_for_a_save_that_the_others_skip(paths):
+    root, notes = paths
+    arguments = ["--no-memory-rank=1", "--skip-at=10", "--mischief-rank=0", "--step-seconds=0.05"]
+    job = jobs.run(root, notes, *arguments, steps=STEPS, ranks=2, settings={"save_storage_interval": 5})
+    assert [event["step"] for event in events(root, 1, "FlushSkipped")] == [10]
+    assert committed(root) == [5, 12]
+    assert job.values("finished", 1)[-1] == STEPS
+
+
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_an_io_error_that_is_tolerated_costs_one_checkpoint_on_all_ranks(paths, straight_directory, faulty):
     root, notes = paths

@@ -211,6 +211,28 @@ settle(20)
     assert list(root.with_name("run-2").glob("step-*"))
 
 
+def test_every_signal_saves_what_is_newest_when_it_comes(root):
+    """A program that takes one signal as a wish to save, and goes on; at last the signal that ends it."""
+    body = """
+signal.signal(signal.SIGUSR1, lambda *_: got.append("asked"))
+settings = {"signals": ("SIGUSR1", "SIGTERM"), "save_storage_interval": 1000, "overlap": False}
+checkpointer = easyckpt.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, **settings)
+checkpointer.load()
+for step in range(1, 31):
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    checkpointer.save_if_needed(step)
+    time.sleep(0.01)  # so that none is skipped
+    if step % 10 == 0:
+        os.kill(os.getpid(), signal.SIGTERM if step == 30 else signal.SIGUSR1)
+        while len(got) < step // 10:
+            time.sleep(0.01)
+        print(*got, flush=True)
+"""
+    assert run(root, body) == (-signal.SIGTERM, "asked\nasked asked\n")
+    assert sorted(int(path.name[5:]) for path in root.glob("step-*")) == [10, 20, 30]
+
+
 def test_a_loop_that_goes_on_without_looking_ends_as_soon_as_its_newest_snapshot_is_durable(root):
     body = """
 import threading

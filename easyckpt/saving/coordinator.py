@@ -28,7 +28,6 @@ class Coordinator:
         leader = Leader(parts.ranks.world_size, _policy(parts.config), incarnation) if parts.ranks.rank == 0 else None
         self.ledger = Ledger(leader, parts.config, alone=parts.ranks.alone)
         self._thread = CoordinatorThread(parts, self.ledger)
-        self.emergency_over = self._thread.emergency_over
 
     @property
     def committed(self) -> int:
@@ -81,17 +80,22 @@ class Coordinator:
         self.ledger.end_all(error)
         self._thread.wake.set()
 
-    def announce_emergency(self) -> None:
-        """A signal has come. From any thread; takes no lock: the training thread may hold it."""
-        self._thread.in_emergency = self._thread.signalled = True
+    def emergency(self, seconds: float) -> bool:
+        """A signal has come: have the newest snapshot flushed at once, and wait for that; False if it takes longer.
+
+        From any thread but the training's; takes no lock, which that may hold.
+        """
+        self._thread.in_emergency = True
+        over = self._thread.alarms.ring()
         self._thread.wake.set()
+        return over.wait(seconds)
 
     def preempted(self, step: int) -> bool:
         """Whether a signal has come to some rank; every rank learns of it at the same step, so none is left alone."""
         if self._ranks.alone:
             return self._thread.in_emergency
         board = self._thread.board
-        return board.emergency and step >= board.preempt_at
+        return board.emergency > 0 and step >= board.preempt_at
 
     def close(self, timeout: float) -> None:
         """Commit the newest snapshot with all ranks.

@@ -21,6 +21,7 @@ from easyckpt.errors import EasyckptError, OutcomeUnknown, PeerTimeout, SaveFail
 from easyckpt.events import Event, FlushCommitted, FlushFailed, FlushSkipped
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import SlotMeta
+from easyckpt.saving.alarms import Alarms
 from easyckpt.saving.attempt import Work
 from easyckpt.saving.failures import error_of
 from easyckpt.saving.flusher import Flusher
@@ -36,6 +37,7 @@ logger = logging.getLogger("easyckpt")
 QUICK_POLL_SECONDS = 0.001
 SLOW_POLL_SECONDS = 0.05
 LEAVE_TIMEOUT_SECONDS = 10.0
+BEATS_IN_PEER_TIMEOUT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +58,17 @@ class CoordinatorParts:
 class CoordinatorThread:
     """Runs from construction until rank 0 has ended the job, or the ranks have lost each other.
 
-    Other threads share the `ledger` with it, which has a lock, and beside that only set `live` and `signalled` and
-    read `board`, `in_emergency` and `emergency_over`, which need none. `wake` has it look at once.
+    Other threads share the `ledger` with it, which has a lock, and beside that only set `live` and `in_emergency`, ring
+    `alarms` and read `board`, which need none. `wake` has it look at once.
     """
 
     def __init__(self, parts: CoordinatorParts, ledger: Ledger) -> None:
         self.wake = threading.Event()
         self.live: LiveSnapshot | None = None
         """The training thread waits, and lends its live state as the snapshot of its step."""
-        self.signalled = self.in_emergency = False
-        self.emergency_over = threading.Event()
+        self.in_emergency = False
+        """A signal has come, here or to another rank."""
+        self.alarms = Alarms()
         self.board = Board()
         self._parts, self._ledger = parts, ledger
         self._leads = parts.ranks.rank == 0
@@ -76,6 +79,7 @@ class CoordinatorThread:
             parts.flusher, view_of=self._view, watch=self._watch, report=self._report, emit=parts.emit
         )
         self._left = False
+        self._beat_seconds = parts.config.peer_timeout / BEATS_IN_PEER_TIMEOUT
         self._moved = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="easyckpt-coordinator", daemon=True)
         self._thread.start()
@@ -102,7 +106,7 @@ class CoordinatorThread:
         except Exception as error:
             logger.exception("the coordinator thread has failed")
             self._lost(SaveFailed(f"rank {self._parts.ranks.rank}: the coordinator thread has failed: {error!r}"))
-        self.emergency_over.set()  # a signal that comes later has nothing to wait for
+        self.alarms.end()
 
     def _turn(self) -> bool:
         """One round of listening and speaking; returns whether anything moved."""
@@ -123,7 +127,8 @@ class CoordinatorThread:
 
     def _longest_pause(self) -> float:
         post = self._ledger.post
-        outstanding = self._ledger.pending() or self._participant.attempt or post.closing or post.emergency
+        emergency = self.alarms.waiting or (self.board.emergency and not self.board.emergency_over)
+        outstanding = self._ledger.pending() or self._participant.attempt or post.closing or emergency
         behind = any(meta.step > self._ledger.floor for meta in self._sealed())
         return SLOW_POLL_SECONDS / 5 if outstanding or behind else SLOW_POLL_SECONDS
 
@@ -145,7 +150,9 @@ class CoordinatorThread:
     # -- speaking
 
     def _speak(self, **fields: Any) -> None:
-        post = self._ledger.speak(self._sealed, emergency=self.signalled, **fields)
+        beat = int(time.monotonic() / self._beat_seconds) if self._ledger.pending() else 0
+        fields |= {"beat": beat, "without_memory": self._parts.arena.count == 0}
+        post = self._ledger.speak(self._sealed, emergency=self.alarms.ask(self.board), **fields)
         if post != self._posted:
             self._parts.mailbox.post(dump(post))
             self._posted = post
@@ -195,28 +202,27 @@ class CoordinatorThread:
 
     def _listen(self, board: Board) -> None:
         decided = self._ledger.hear(board)
-        self.in_emergency = self.in_emergency or board.emergency
+        self.in_emergency = self.in_emergency or board.emergency > 0
         self.board = board
-        for decision, promise in decided:
+        for decision, promises in decided:
             self._parts.emit(_event_of(decision, self._participant.effort(decision.attempt or "")))
             if decision.attempt is not None:
                 self._participant.end()
-            if promise is not None:
-                error = error_of(decision)
+            error = error_of(decision)
+            for promise in promises:
                 promise.set_result(decision.step) if error is None else promise.set_exception(error)
         if board.flush is not None:
             self._participant.take_part(board.flush)
-        if board.emergency_over:
-            self.emergency_over.set()
+        self.alarms.hear(board)
         if board.closed:
             self._ledger.give_up(SaveFailed("the job has ended"))
             self._left = True
 
     def _give_up_on_the_dead(self) -> None:
         """In an emergency nobody waits for a rank that is known to be dead."""
-        if self.in_emergency and not self.emergency_over.is_set() and (dead := self._parts.dead_peers()):
+        if self.alarms.waiting and (dead := self._parts.dead_peers()):
             logger.warning("the emergency flush is given up: rank %s has died", ", ".join(map(str, dead)))
-            self.emergency_over.set()
+            self.alarms.give_up()
 
     def _check_silence(self) -> None:
         """Give up when nothing has moved for longer than anything that rank 0 decides may take.

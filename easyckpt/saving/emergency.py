@@ -39,8 +39,9 @@ os.register_at_fork(after_in_child=_after_fork)
 class SignalWatcher:
     """Watches `signals` from construction (on the main thread) until `stop`.
 
-    `announce` starts the emergency flush; `wait(seconds)` returns True once it is over. Afterwards the previous
-    disposition takes effect, also when the main thread never comes back.
+    `flush(seconds)` has the newest snapshot flushed and waits that long for it; False when it takes longer. Afterwards
+    the previous disposition takes effect, also when the main thread never comes back. So it is for each signal that
+    comes; one of the same kind that comes meanwhile is the same to the program, as signals are.
     """
 
     def __init__(
@@ -48,22 +49,25 @@ class SignalWatcher:
         signals: Sequence[str],
         *,
         deadline: float,
-        announce: Callable[[], None],
-        wait: Callable[[float], bool],
+        flush: Callable[[float], bool],
         takes_over: Callable[[], bool],
     ) -> None:
         self._numbers = [signal.Signals[name] for name in signals]
-        self._deadline, self._announce, self._wait, self._takes_over = deadline, announce, wait, takes_over
+        self._deadline, self._flush, self._takes_over = deadline, flush, takes_over
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {}
-        self._redelivering = False
-        self._reacted = self._reached = False
-        """The watcher has done its part of a signal; Python's handler was called for it."""
+        self._reached: set[int] = set()
+        """Signals for which Python's handler was called, and which the watcher has not done its part of yet."""
+        self._answered: set[int] = set()
+        """Signals of which the watcher has done its part: the next call of Python's handler is for the effect."""
+        self._own: list[int] = []
+        """Signals that the watcher itself has sent and not read yet."""
         self._put_back: set[int] = set()
         self._unanswered: int | None = None
         """A signal that came too close to `stop` to be redelivered."""
         self._ended = threading.Event()
-        self._woken = False
+        self._woken: set[int] = set()
+        """Signals of which C's byte was read, and Python's handler will write its own."""
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._previous_file = _file_of(self._previous_fd)
@@ -119,52 +123,69 @@ class SignalWatcher:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Python's handler, on the main thread, whenever it gets there. Takes no lock."""
-        self._reached = True
         previous = self._previous.get(number)
-        over = os.getpid() != self._pid or self._ended.is_set() or self._reacted
-        if not over and not self._redelivering:
+        if os.getpid() == self._pid and not self._ended.is_set() and number not in self._answered:
+            self._reached.add(number)
             with contextlib.suppress(OSError):  # somebody (asyncio) may have taken the wakeup descriptor since
                 os.write(self._write_fd, bytes([_FROM_PYTHON | number]))
-        if (self._redelivering or over) and callable(previous):
+            return
+        self._answered.discard(number)
+        if callable(previous):
             previous(number, frame)
-        elif over and previous == signal.SIG_DFL:
+        elif previous == signal.SIG_DFL:
             _deliver_default(number)
 
     def _run(self) -> None:
-        while True:
+        while not self._ended.is_set():
             select.select([self._read_fd], [], [])
-            with contextlib.suppress(BlockingIOError):
-                for byte in os.read(self._read_fd, 64):
-                    number = byte & ~_FROM_PYTHON
-                    from_python = byte != number
-                    if not from_python:
-                        self._pass_on_byte(number)
-                    if number in self._previous:
-                        known, self._woken = self._woken and from_python, not from_python
-                        if not known and not self._redelivering:
-                            self._react(number)
-            if self._ended.is_set():
-                return
+            come = self._read()
+            while come:
+                number = come.pop(0)
+                begun = time.monotonic()
+                self._react(number, begun)
+                come = [other for other in [*come, *self._read()] if other != number]
+                self._have_effect(number)
+
+    def _read(self) -> list[int]:
+        """The signals that have come, each once."""
+        come: list[int] = []
+        try:
+            data = os.read(self._read_fd, 256)
+        except BlockingIOError:
+            return come
+        for byte in data:
+            number = byte & ~_FROM_PYTHON
+            if byte == number and number in self._own:
+                self._own.remove(number)
+                continue
+            if byte == number:
+                self._pass_on_byte(number)
+            if number in self._previous:
+                known = byte != number and number in self._woken
+                (self._woken.discard if byte != number else self._woken.add)(number)
+                if not known and number not in come:
+                    come.append(number)
+        return come
 
     def _pass_on_byte(self, number: int) -> None:
         if number and self._previous_file is not None and self._previous_file == _file_of(self._previous_fd):
             with contextlib.suppress(OSError):
                 os.write(self._previous_fd, bytes([number]))
 
-    def _react(self, number: int) -> None:
+    def _react(self, number: int, begun: float) -> None:
         name = signal.Signals(number).name
-        begun = time.monotonic()
         logger.warning("%s has come: the newest snapshot is flushed at once", name)
-        self._announce()
-        in_time = self._wait(self._deadline)
-        if not in_time:
+        if not self._flush(self._deadline):
             logger.error("%s: the emergency flush did not end within %g s", name, self._deadline)
         # A program that watches `preempted` ends its loop cleanly by itself; it is given the rest of the time.
         while self._takes_over() and time.monotonic() - begun < self._deadline and not self._ended.is_set():
             self._ended.wait(0.05)
+
+    def _have_effect(self, number: int) -> None:
         # A handler that the program has put over ours has run, or will: what it does not pass on to ours ends there.
-        self._reacted = True
-        ours = self._reached or number in self._put_back or signal.getsignal(number) == self._handle
+        self._answered.add(number)
+        ours = number in self._reached or number in self._put_back or signal.getsignal(number) == self._handle
+        self._reached.discard(number)
         if ours and not self._ended.is_set():
             self._redeliver(number)
         elif ours and not self._takes_over():
@@ -172,10 +193,12 @@ class SignalWatcher:
 
     def _redeliver(self, number: int) -> None:
         previous = self._previous[number]
+        if number not in self._answered:
+            return  # a handler over ours has passed it on this very moment
         if previous == signal.SIG_IGN:
-            return
-        self._redelivering = True
-        if callable(previous):
+            self._answered.discard(number)
+        elif callable(previous):
+            self._own.append(number)
             os.kill(os.getpid(), number)  # the main thread runs the user's handler out of ours
         else:
             _deliver_default(number)

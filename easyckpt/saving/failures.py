@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from easyckpt.config import CheckpointConfig
 from easyckpt.errors import EasyckptError, OutcomeUnknown, SaveError, SaveFailed
-from easyckpt.saving.messages import Decision
+from easyckpt.saving.messages import Decision, Post
 
 
 class Failures:
@@ -49,3 +51,22 @@ def error_of(decision: Decision) -> SaveError | None:
         return None
     kind = OutcomeUnknown if decision.outcome == "unknown" else SaveFailed
     return kind(f"step {decision.step} was not committed ({decision.outcome}): {decision.reason}")
+
+
+def missing_at_the_end(posts: Sequence[Post], committed: int) -> str:
+    """What of that which training has handed over will be lost, and why; empty if nothing is."""
+    wanted = max(post.wanted for post in posts)
+    if wanted <= committed:
+        return ""
+    left = "it has left after an exception"
+    lacking = [
+        f"rank {rank}: {left if post.aborted else post.lack or 'it holds no whole snapshot of it'}"
+        for rank, post in enumerate(posts)
+        if post.aborted or wanted not in post.sealed
+    ]
+    why = "; ".join(lacking) or "its flush has failed"
+    newest = f"the newest committed step is {committed}" if committed >= 0 else "nothing is committed"
+    return (
+        f"step {wanted}, the last that was handed over, is not durable ({why}); {newest}. "
+        "A job whose last step has to be kept ends with save(step, wait=True), which never skips"
+    )

@@ -1,6 +1,7 @@
 """Rank 0's decisions, as a pure state machine: posts in, board and work out. No I/O, no threads, no clock of its own.
 
-Every due flush gets exactly one decision, and every rank gets the same one. A flush goes through::
+Every due flush gets exactly one decision, and every rank gets the same one. A due step that is committed by the time
+that its turn comes needs none: each rank learns of the commit. A flush goes through::
 
     (compare digests) ─▶ all ranks write ─▶ all ranks reported ─▶ commit ─▶ decision "committed"
                               └─ an error, or a rank that is silent too long ─▶ abandoned ─▶ decision "failed"
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from easyckpt.saving.attempt import Attempt, Work
+from easyckpt.saving.failures import missing_at_the_end
 from easyckpt.saving.messages import Board, Decision, Flush, Post
 from easyckpt.saving.pace import Pace
 
@@ -48,6 +50,7 @@ class Leader:
         self.share: bool | None = True if world_size == 1 else None
         self.floor = -1
         self._useless: tuple[int, ...] = ()
+        self._without_memory = False
         self._line = 0
         self._world_size = world_size
         self._policy = policy
@@ -56,11 +59,15 @@ class Leader:
         self._dues: deque[Due] = deque()
         self._active: Attempt | None = None
         self._due_since: float | None = None
+        self._waited = 0
+        self._heard: list[tuple[Post | None, float]] = [(None, 0.0)] * world_size
+        """The newest post of each rank, and when it came."""
         self._decisions: list[Decision] = []
         self._numbers = 0
         self._pace = Pace()
-        self._emergency_deadline: float | None = None
+        self._emergency = 0
         self._emergency_over = False
+        self._emergency_deadline = 0.0
         self._emergency_floor = -1
         self._preempt_at = 0
         self._failed_floor = -1
@@ -72,6 +79,9 @@ class Leader:
         """Line number `line` begins: what counts as committed and as floor on it (-1: nothing)."""
         self._line, self.committed, self.floor, self._failed_floor = line, committed, floor, -1
         self._useless = ()
+        self._pace.go_on_from(max(committed, floor))
+        if self._emergency:
+            self._preempt_at = self._pace.step_ahead()
 
     def add_due(self, due: Due) -> None:
         """All ranks have come to a due step (rank 0 speaks for all: they run the same loop)."""
@@ -84,17 +94,19 @@ class Leader:
     def advance(self, posts: Sequence[Post | None], now: float) -> tuple[Board, list[Work]]:
         """Take in what the ranks post at time `now`; returns the new board and the work to start."""
         posts = [post if post is not None and post.line == self._line else None for post in posts]
+        self._heard = [
+            heard if heard[0] == post else (post, now) for heard, post in zip(self._heard, posts, strict=True)
+        ]
         known = [post for post in posts if post is not None]
         everyone = len(known) == self._world_size
+        self._without_memory = any(post.without_memory for post in known)
         self._update_floor(known, everyone)
         if everyone:
             seen = min(post.seen for post in known)
             self._decisions = [decision for decision in self._decisions if decision.number > seen]
         self._pace.update(max((post.step for post in known), default=-1), now)
-        if self._emergency_deadline is None and any(post.emergency for post in known):
-            self._emergency_deadline = now + self._policy.signal_deadline
-            self._emergency_floor = self.floor  # training goes on meanwhile, and its steps would never end
-            self._preempt_at = self._pace.step_ahead()
+        self._begin_emergency(max((post.emergency for post in known), default=0), now)
+        self._dues = deque(due for due in self._dues if due.step > self.committed)
         work = None
         if self._active is None:
             self._next_flush(posts, known, everyone, now)
@@ -115,11 +127,11 @@ class Leader:
         if work.kind == "clean up":
             self._decide(flush, "failed", reason=flush.abandoned or "abandoned")
         elif reason is None:
-            self.committed = max(self.committed, flush.step)
+            self.committed = max(self.committed, flush.step) if flush.line == self._line else self.committed
             self._decide(flush, "committed", nbytes=nbytes, seconds=seconds)
         else:
             self._decide(flush, "unknown" if unknown else "failed", reason=reason)
-        if flush.due is None and self.committed < flush.step:
+        if flush.due is None and flush.line == self._line and self.committed < flush.step:
             self._failed_floor = flush.step  # tried once for a signal or the end of the job: not again and again
 
     def _update_floor(self, known: list[Post], everyone: bool) -> None:
@@ -130,12 +142,13 @@ class Leader:
             self._useless = tuple(sorted(step for step in above if any(_passed_without(post, step) for post in known)))
 
     def _next_flush(self, posts: Sequence[Post | None], known: list[Post], everyone: bool, now: float) -> None:
+        self._waited = 0
         while self._dues and self._active is None:
             due = self._dues[0]
             self._due_since = self._due_since if self._due_since is not None else now
-            holders = [post is not None and due.step in post.sealed for post in posts]
-            lacking = [rank for rank, post in enumerate(posts) if post is not None and due.step in post.missing]
-            if all(holders):
+            without = {rank: post for rank, post in enumerate(posts) if post is None or due.step not in post.sealed}
+            lacking = [rank for rank, post in without.items() if post is not None and due.step in post.missing]
+            if not without:
                 self._start(due.step, due.step, now)
             elif lacking and everyone and self.floor > self.committed and not due.forced:
                 self._start(self.floor, due.step, now)
@@ -143,23 +156,37 @@ class Leader:
                 ranks = ", ".join(map(str, lacking))
                 reason = f"rank {ranks} holds no whole snapshot of step {due.step}"
                 self._close_due(due, "failed" if due.forced else "skipped", reason)
-            elif now - self._due_since > self._policy.peer_timeout:
-                late = ", ".join(str(rank) for rank, holds in enumerate(holders) if not holds)
-                self._close_due(due, "failed", f"rank {late} did not come to step {due.step} in time")
+            elif late := [rank for rank in without if self._is_late(rank, due, now)]:
+                ranks, limit = ", ".join(map(str, late)), f"{self._policy.peer_timeout:g} s (peer_timeout)"
+                reason = f"rank {ranks} did not come to step {due.step}, or said nothing since, within {limit}"
+                self._close_due(due, "failed", reason)
             else:
-                return
+                self._waited = int((now - self._due_since) / self._policy.peer_timeout)
+                break
             self._due_since = None
             if self._active is not None:
                 self._dues.popleft()
         if self._active is None and self._wants_floor(known, everyone):
             self._start(self.floor, None, now)
 
+    def _is_late(self, rank: int, due: Due, now: float) -> bool:
+        """Whether a rank without the snapshot of `due` is to be waited for no longer.
+
+        One whose training has come there seals it at its next optimizer step. What lies before that (a validation) may
+        take as long as it likes; only that the rank is still there is looked at. With ranks whose training waits for
+        this flush meanwhile, there may be no such step.
+        """
+        assert self._due_since is not None
+        post, heard = self._heard[rank]
+        came = post is not None and due.step in post.due and not self._without_memory
+        since = heard if came else self._due_since
+        return now - since > self._policy.peer_timeout
+
     def _wants_floor(self, known: list[Post], everyone: bool) -> bool:
         """Whether a signal or the end of the job asks for the newest snapshot, whatever its number."""
         if self._floor_is_settled() or any(post.aborted for post in known):
             return False
-        emergency = self._emergency_deadline is not None and not self._emergency_over
-        if emergency and not self._emergency_is_settled():
+        if self._in_emergency() and not self._emergency_is_settled():
             return True
         return everyone and not self._closed and all(post.closing for post in known)
 
@@ -173,7 +200,7 @@ class Leader:
         self._attempts += 1
         attempt = f"{self._incarnation}-{self._attempts:06d}"
         self._active = Attempt(
-            Flush(attempt=attempt, step=step, due=due, share=self.share),
+            Flush(attempt=attempt, step=step, due=due, share=self.share, line=self._line),
             now,
             commit_timeout=self._policy.commit_timeout,
             give_up_timeout=min(self._policy.peer_timeout, self._policy.commit_timeout),
@@ -182,7 +209,9 @@ class Leader:
     def _skip_while_busy(self) -> None:
         if self._policy.wait_on_back_pressure:
             return
-        for due in [due for due in self._dues if not due.forced]:
+        assert self._active is not None
+        running = self._active.flush.step  # for a signal: may make this very step durable
+        for due in [due for due in self._dues if not due.forced and due.step != running]:
             self._dues.remove(due)
             self._decide_due(due, "skipped", "the flush before was still running")
 
@@ -191,7 +220,7 @@ class Leader:
         self._decide_due(due, outcome, reason)
 
     def _decide_due(self, due: Due, outcome: Literal["failed", "skipped"], reason: str) -> None:
-        flush = Flush(attempt="", step=due.step, due=due.step, share=None)
+        flush = Flush(attempt="", step=due.step, due=due.step, share=None, line=self._line)
         self._decide(flush, outcome, reason=reason)
 
     def _decide(
@@ -214,11 +243,25 @@ class Leader:
             nbytes=nbytes,
             seconds=seconds,
             raise_at=self._pace.step_ahead(),
+            line=flush.line,
         )
         self._decisions.append(decision)
 
+    def _in_emergency(self) -> bool:
+        return self._emergency > 0 and not self._emergency_over
+
+    def _begin_emergency(self, asked: int, now: float) -> None:
+        if asked <= self._emergency or self._in_emergency():
+            return
+        if self._emergency == 0:
+            self._preempt_at = self._pace.step_ahead()
+        self._emergency, self._emergency_over = asked, False
+        self._emergency_deadline = now + self._policy.signal_deadline
+        self._emergency_floor = self.floor  # training goes on meanwhile, and its steps would never end
+        self._failed_floor = -1  # what has failed before is tried once more
+
     def _end_emergency(self, now: float) -> None:
-        if self._emergency_deadline is None or self._emergency_over:
+        if not self._in_emergency():
             return
         done = self._active is None and self._emergency_is_settled()
         self._emergency_over = done or now > self._emergency_deadline
@@ -232,8 +275,8 @@ class Leader:
         if leaving == self._world_size and self._active is None and not self._dues:
             aborted = any(post.aborted for post in known)
             self._closed = self._floor_is_settled() or aborted
-            if self._closed and not aborted:
-                self._not_durable = _missing_at_the_end(known, self.committed)
+            if self._closed:
+                self._not_durable = missing_at_the_end(known, self.committed)
         elif now - self._closing_since > self._policy.close_timeout:
             late = [rank for rank, post in enumerate(posts) if post is None or not (post.closing or post.aborted)]
             ranks = ", ".join(map(str, late))
@@ -245,35 +288,19 @@ class Leader:
             line=self._line,
             floor=self.floor,
             useless=self._useless,
+            without_memory=self._without_memory,
             flush=None if self._active is None else self._active.flush,
             decisions=tuple(self._decisions),
-            emergency=self._emergency_deadline is not None,
+            emergency=self._emergency,
             emergency_over=self._emergency_over,
             preempt_at=self._preempt_at,
             closed=self._closed,
             close_error=self._close_error,
             not_durable=self._not_durable,
+            waited=self._waited,
         )
 
 
 def _passed_without(post: Post, step: int) -> bool:
     """Whether a rank will never hold `step`. One step on, it may still be sealing it; at its end it has sealed all."""
     return step not in post.sealed and (post.closing or post.step >= step + 2)
-
-
-def _missing_at_the_end(posts: Sequence[Post], committed: int) -> str:
-    """What of that which training has handed over will be lost, and why; empty if nothing is."""
-    wanted = max(post.wanted for post in posts)
-    if wanted <= committed:
-        return ""
-    lacking = [
-        f"rank {rank}: {post.lack or 'it holds no whole snapshot of it'}"
-        for rank, post in enumerate(posts)
-        if wanted not in post.sealed
-    ]
-    why = "; ".join(lacking) or "its flush has failed"
-    newest = f"the newest committed step is {committed}" if committed >= 0 else "nothing is committed"
-    return (
-        f"step {wanted}, the last that was handed over, is not durable ({why}); {newest}. "
-        "A job whose last step has to be kept ends with save(step, wait=True), which never skips"
-    )

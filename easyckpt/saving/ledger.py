@@ -32,6 +32,8 @@ class Ledger:
         self.floor = -1
         self.useless: frozenset[int] = frozenset()
         self.committed = -1
+        self.blocking = False
+        """Due saves must not return before their snapshot is whole: see `Board.without_memory`."""
         self.post = Post()
         self._leader, self._alone = leader, alone
         self._failures = Failures(config)
@@ -90,7 +92,7 @@ class Ledger:
         """What this rank posts now. `sealed` is asked under the lock: who closes has sealed all that it will."""
         with self.lock:
             steps = tuple(sorted(meta.step for meta in sealed()))
-            self.post = replace(self.post, sealed=steps, **fields)
+            self.post = replace(self.post, sealed=steps, due=tuple(self._waiting), **fields)
             return self.post
 
     # -- flushes
@@ -143,7 +145,7 @@ class Ledger:
         with self.lock:
             self._leader.finished(work, reason=reason, unknown=unknown, nbytes=nbytes, seconds=seconds)
 
-    def hear(self, board: Board) -> list[tuple[Decision, Promise | None]]:
+    def hear(self, board: Board) -> list[tuple[Decision, list[Promise]]]:
         """Take in what rank 0 says; returns the new decisions with what they decide: to be resolved by the caller."""
         with self.changed:
             self._hold_flush(board.flush)
@@ -151,28 +153,37 @@ class Ledger:
             decided = [(decision, self._take(decision)) for decision in new]
             self.floor = max(self.floor, board.floor)
             self.useless = frozenset(board.useless)
+            self.blocking |= board.without_memory
             self.changed.notify_all()
             return decided
 
-    def _take(self, decision: Decision) -> Promise | None:
+    def _take(self, decision: Decision) -> list[Promise]:
         """Act on `decision`, under `lock`; returns what it decides."""
-        missing = tuple(step for step in self.post.missing if step != decision.due)
-        self.post = replace(self.post, seen=decision.number, missing=missing)
+        self.post = replace(self.post, seen=decision.number)
         if decision.attempt is not None:
             self._release(decision.step)
-        if decision.outcome == "committed":
-            self.committed = max(self.committed, decision.step)
-        self._failures.record(decision)
+        if decision.line != self.post.line:
+            return []  # nobody waits for anything on a line that training has left
         due = decision.due
-        if due is None or (due in self._forced and decision.outcome == "skipped"):
-            return None  # a skip is meant for the due flush of the same step; the one that was asked for is to come
-        if due in self._waiting:
-            self._release(due)
-            self._forced.discard(due)
-            return self._waiting.pop(due)
-        if due > self._asked:
-            self._early[due] = decision
-        return None
+        decided: list[int] = []
+        self._failures.record(decision)
+        if decision.outcome == "committed":  # for whichever reason it was flushed (a signal, another due step)
+            self.committed = max(self.committed, decision.step)
+            decided = [step for step in self._waiting if step <= decision.step and step != due]
+        if due is not None and not (due in self._forced and decision.outcome == "skipped"):
+            # A skip is meant for the due flush of the same step; the one that was asked for is to come.
+            if due in self._waiting:
+                decided.append(due)
+            elif due > self._asked:
+                self._early[due] = decision
+        return [self._settle(step) for step in decided]
+
+    def _settle(self, step: int) -> Promise:
+        """The due flush of `step` needs no decision any more. Under `lock`."""
+        self._release(step)
+        self._forced.discard(step)
+        self.post = replace(self.post, missing=tuple(other for other in self.post.missing if other != step))
+        return self._waiting.pop(step)
 
     def _take_early(self, step: int, forced: bool) -> Decision | None:
         """What was decided about `step` before this rank came to it. Under `lock`."""
@@ -232,7 +243,10 @@ class Ledger:
     def found_committed(self, flush: Flush) -> None:
         """The root says that `flush` is committed, though nobody could tell this rank."""
         with self.lock:
+            if flush.line != self.post.line:
+                return
             self.committed = max(self.committed, flush.step)
-            promise = None if flush.due is None else self._waiting.pop(flush.due, None)
-        if promise is not None:
+            decided = [step for step in self._waiting if step <= flush.step or step == flush.due]
+            promises = [self._settle(step) for step in decided]
+        for promise in promises:
             promise.set_result(flush.step)

@@ -37,10 +37,17 @@ class Post:
     sealed: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     """Due steps of which this rank holds no whole snapshot, and never will."""
+    without_memory: bool = False
+    """This rank has no memory for a snapshot: its training waits in every due save until that is decided."""
+    due: tuple[int, ...] = ()
+    """Due steps that this rank's training has come to, and that are not decided."""
+    beat: int = 0
+    """Changes from time to time while there are such: a rank whose training pauses is told from one that is gone."""
     seen: int = 0
     """Number of the newest decision that this rank has acted on."""
     report: Report | None = None
-    emergency: bool = False
+    emergency: int = 0
+    """Number of the newest emergency that a signal at this rank asks for; 0: none has come."""
     closing: bool = False
     aborted: bool = False
     """The rank leaves after an exception: nothing new may be started with it."""
@@ -60,6 +67,8 @@ class Flush:
     """True: only rank 0 writes replicated state. False: every rank does. None: ranks first compare digests."""
     abandoned: str | None = None
     """The reason, once given up."""
+    line: int = 0
+    """The line of training that it belongs to, as in `Post`: training may leave that while a flush runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +85,8 @@ class Decision:
     seconds: float = 0.0
     raise_at: int = 0
     """On failure: the first step at whose save every rank raises."""
+    line: int = 0
+    """As in `Flush`: what is committed on a line that training has left says nothing about the line that is open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +98,24 @@ class Board:
     """Newest step that every rank holds sealed; -1 for none."""
     useless: tuple[int, ...] = ()
     """Steps above the floor that some rank has passed without a whole snapshot: they never become the floor."""
+    without_memory: bool = False
+    """Of some rank: no other one may leave a due save before its snapshot is whole. Its training might need, to make
+    it whole, the rank that waits for it."""
     flush: Flush | None = None
     decisions: tuple[Decision, ...] = ()
-    emergency: bool = False
+    emergency: int = 0
+    """Number of the newest emergency: each flushes what is the newest snapshot at its begin. 0: there was none."""
     emergency_over: bool = False
     preempt_at: int = 0
-    """In an emergency: the first step at which every rank may see that it is preempted."""
+    """Since the first emergency: the first step at which every rank may see that it is preempted."""
     closed: bool = False
     close_error: str = ""
     """Who did not come to the end in time."""
     not_durable: str = ""
     """At the end: which newest step is not committed, and why."""
+    waited: int = 0
+    """How often `peer_timeout` has passed while the next due flush waits for training to go on: who waits sees that
+    rank 0 is there."""
 
 
 def dump(message: Post | Board) -> dict[str, Any]:
@@ -110,7 +128,7 @@ def load_post(data: dict[str, Any]) -> Post:
     report = data.pop("report")
     if report is not None and report["files"] is not None:
         report["files"] = {name: (size, digest) for name, (size, digest) in report["files"].items()}
-    data["sealed"], data["missing"] = tuple(data["sealed"]), tuple(data["missing"])
+    data |= {name: tuple(data[name]) for name in ("sealed", "missing", "due")}
     return Post(report=None if report is None else Report(**report), **data)
 
 

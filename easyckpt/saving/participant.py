@@ -35,6 +35,7 @@ class Participant:
         """The attempt that this rank takes part in."""
         self._abandoned = threading.Event()
         self._stages: set[str] = set()
+        self._working = False
         self._newest: tuple[str | None, int, float] = (None, 0, 0.0)
         """The attempt that this rank took part in last: its name, bytes of the snapshot, when it began."""
 
@@ -42,9 +43,12 @@ class Participant:
         """Do what `flush` asks for now and was not done yet."""
         if flush.attempt != self.attempt:
             self.attempt, self._abandoned, self._stages = flush.attempt, threading.Event(), set()
+            self._working = False
         stage: Literal["digest", "files"] = "digest" if flush.share is None else "files"
         if flush.abandoned is not None:
             self._abandoned.set()
+            if not self._working:  # nothing of this rank is to come: rank 0 need not wait for it
+                self._report(Report(attempt=flush.attempt, error="given up before this rank came to it"))
         elif stage not in self._stages:
             self._stages.add(stage)
             self._begin(flush, stage)
@@ -68,7 +72,13 @@ class Participant:
         self._say_begun(flush, view.meta.image_bytes)
         digest = stage == "digest"
         job: Future[Any] = self._flusher.digest(view) if digest else self._flusher.write(flush, view, self._abandoned)
-        self._watch(job, lambda done: self._report(_result(flush.attempt, stage, done)))
+        self._working = True
+        self._watch(job, lambda done: self._end_job(flush.attempt, stage, done))
+
+    def _end_job(self, attempt: str, stage: Literal["digest", "files"], done: Future[Any]) -> None:
+        if attempt == self.attempt:  # else it was decided without this job, and there may be a newer one by now
+            self._working = False
+            self._report(_result(attempt, stage, done))
 
     def _say_begun(self, flush: Flush, nbytes: int) -> None:
         if self._newest[0] != flush.attempt:

@@ -93,13 +93,14 @@ class Saver:
             self._wait_for_flushes()
         if self._parts.arena.count == 0:
             if due:
-                self._save_live(step)
+                self._save_live(step, forced=False)
             else:
                 begun = time.perf_counter()
                 self._parts.metrics.take(step)
                 self._skip(step, self._parts.capture.capture(), NO_MEMORY, begun)
             return
-        self._stage(step, wait=due and self._config.back_pressure == "wait", overlap=True)
+        overlap = not (due and self._parts.coordinator.ledger.blocking)
+        self._stage(step, wait=due and self._config.back_pressure == "wait", overlap=overlap)
         if due:
             self._parts.coordinator.due(step, forced=False)
 
@@ -113,14 +114,17 @@ class Saver:
         if step <= coordinator.committed or self._holds(step):
             return coordinator.due(step, forced=True)
         if self._parts.arena.count == 0:
-            return self._save_live(step)
+            return self._save_live(step, forced=True)
         # Sealed before this returns: whoever waits for the Future next takes no step that could end a window.
         if not self._stage(step, wait=True, overlap=False) and self._parts.arena.count == 0:
-            return self._save_live(step)  # it has turned out that memory does not hold it
+            return self._save_live(step, forced=True)  # it has turned out that memory does not hold it
         return coordinator.due(step, forced=True)
 
-    def _save_live(self, step: int) -> Future[int]:
-        """No memory holds even one snapshot: training waits until the live state itself is durable."""
+    def _save_live(self, step: int, *, forced: bool) -> Future[int]:
+        """No memory holds even one snapshot: training waits until the live state itself is durable.
+
+        Not `forced`: or until the ranks skip the flush, for which those that do have memory may have cause.
+        """
         assert self._identity is not None
         self._want(step)
         self._parts.metrics.take(step)
@@ -128,7 +132,7 @@ class Saver:
         capture = self._parts.capture.capture()
         coordinator.offer(LiveSnapshot(self._identity.meta(step, capture.layout), capture))
         try:
-            future = coordinator.due(step, forced=True)
+            future = coordinator.due(step, forced=forced)
             future.exception()  # in bounded time: the coordinator sees to that
         finally:
             coordinator.offer(None)
@@ -191,7 +195,10 @@ class Saver:
         kept = None if origin is None or origin.timeline is None else (origin.timeline, origin.step)
         parts.arena.drop(lambda meta: (meta.timeline, meta.step) != kept)
         holds = kept is not None and any((meta.timeline, meta.step) == kept for meta in parts.arena.sealed())
-        everywhere = all(parts.channel.exchange("the first save: steps in memory", holds, self._config.peer_timeout))
+        memory = {"holds": holds, "none": parts.arena.count == 0}
+        answers = parts.channel.exchange("the first save: what is in memory", memory, self._config.peer_timeout)
+        everywhere = all(answer["holds"] for answer in answers)
+        parts.coordinator.ledger.blocking |= any(answer["none"] for answer in answers)
         parts.coordinator.begin_line(timeline, committed=committed, adopted=kept if everywhere else None)
         self._identity = SnapshotIdentity(
             run=parts.run,

@@ -52,6 +52,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--skip-at", type=int, default=-1, help="there is no free slot for this step")
     parser.add_argument("--grow-at", type=int, default=-1, help="the state grows in this step, and memory cannot")
     parser.add_argument("--grows", choices=sorted(GROWTH), help="what grows, on all ranks")
+    parser.add_argument("--no-memory-rank", type=int, help="this rank has no memory for even one snapshot")
+    parser.add_argument("--pause-at", type=int, default=-1, help="after saving this step do something else ...")
+    parser.add_argument("--pause-seconds", type=float, default=0.0, help="... for so long, as a validation would")
     parser.add_argument("--then", choices=sorted(CHANGES), default="nothing", help="after the last step")
     parser.add_argument("--hears-late", type=float, default=0.0, help="seconds by which rank 0's board is read late")
     parser.add_argument("--lag", type=float, default=0.0, help="seconds by which each step is longer")
@@ -149,6 +152,10 @@ def leave_no_slot(checkpointer: easyckpt.Checkpointer, step: int) -> None:
     arena.acquire = lambda number, *rest: None if number == step else acquire(number, *rest)
 
 
+def leave_no_memory(checkpointer: easyckpt.Checkpointer) -> None:
+    type(checkpointer._parts.arena).count = property(lambda self: 0)
+
+
 def read_late(checkpointer: easyckpt.Checkpointer, seconds: float) -> None:
     mailbox = checkpointer._parts.mailbox
     board = mailbox.board
@@ -219,6 +226,8 @@ def main() -> None:
                 read_late(checkpointer, args.hears_late)
             if mischief and args.skip_at >= 0:
                 leave_no_slot(checkpointer, args.skip_at)
+            if rank == args.no_memory_rank:
+                leave_no_memory(checkpointer)
             first = 0
             if not args.no_load:
                 restored = checkpointer.load(step=args.load_step)
@@ -236,6 +245,8 @@ def main() -> None:
                 checkpointer.save_if_needed(number)
                 if mischief and number == args.tear_at:
                     written_to(next(net.parameters()))
+                if mischief and number == args.pause_at:
+                    time.sleep(args.pause_seconds)
                 if mischief and number == args.die_at and not after_a_restart():
                     os.kill(os.getpid(), signal.SIGKILL)
                 if number == args.save_at:
