@@ -123,10 +123,9 @@ class _LateDigests:
     def run(self) -> dict[int, int]:
         """On the background thread."""
         digests = [_digest_at(*place, self._needed) for place in zip(self._pointers, self._sizes, strict=True)]
-        written = set(differing(self._addresses, self._words) if self._needed() else range(len(digests)))
+        written = set(differing(self._addresses, self._words))
         now = map(version_of, self._sources)
         written.update(row for row, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new)
-        self._sources, self._memory = [], []
         return {self._numbers[row]: digest for row, digest in enumerate(digests) if row not in written}
 
 
