@@ -199,7 +199,8 @@ def run_job(order: dict[str, Any]) -> None:
     if order.get("renew"):
         lease = job.checkpointer._opened.lease
         assert lease is not None
-        job.checkpointer._housekeeper._renew(lease)  # as its thread does, but now
+        house = job.checkpointer._housekeeper
+        house._do("renewing the lease", lambda: house._renew(lease))  # as its thread does, but now
     if order.get("leave"):  # dies without a word, all of its snapshots sealed
         job.guarded("wait", job.checkpointer.wait, 30)
         job.checkpointer._parts.flusher.submit(lambda: None).result()  # the rotation after the last commit has ended
