@@ -143,3 +143,26 @@ def test_a_second_job_on_the_same_root_is_refused_while_the_first_lives(paths, t
     job.kill()
     third = jobs.run(root, notes, steps=5, settings=SETTINGS)  # at once: the owner is proven dead
     assert third.notes()[0]["tier"] == "memory"
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_exception_on_one_rank_alone_waits_for_nothing_that_does_not_run(paths, who):
+    """The others are in their loops, and say nothing about the end: only a flush would be worth waiting for."""
+    root, notes = paths
+    arguments = ("--raise-at=7", f"--mischief-rank={who}", "--hold-at=7")
+    job = jobs.start(root, notes, *arguments, steps=9, ranks=2, settings=SETTINGS)
+    job.wait_until(lambda: bool(job.values("error", who)), "the exception", who)
+    job.kill()
+    assert job.values("error", who) == ["RuntimeError"]
+    assert "still running" not in job.stderr
+
+
+def test_an_interrupt_while_a_snapshot_is_sealed_ends_the_job(paths):
+    """Wherever it comes, nobody may wait for the seal that never comes now."""
+    root, notes = paths
+    job = jobs.start(root, notes, "--interrupt-seal-of=7", steps=20, settings=SETTINGS)
+    assert job.end() in (1, 130, -signal.SIGINT)
+    assert "KeyboardInterrupt" in job.stderr
+    again = jobs.run(root, notes, steps=20, settings=SETTINGS)
+    assert again.notes()[0]["tier"] == "memory"
+    assert again.notes()[0]["restored"] in (6, 7)

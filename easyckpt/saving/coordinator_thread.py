@@ -37,6 +37,8 @@ logger = logging.getLogger("easyckpt")
 QUICK_POLL_SECONDS = 0.001
 SLOW_POLL_SECONDS = 0.05
 LEAVE_TIMEOUT_SECONDS = 10.0
+#: The same after an exception, when the others may not be leaving at all.
+HURRIED_LEAVE_SECONDS = 1.0
 BEATS_IN_PEER_TIMEOUT = 5
 
 
@@ -96,6 +98,7 @@ class CoordinatorThread:
         try:
             while not self._left:
                 moved = self._turn()
+                self._left = self._left or self._may_go()
                 pause = QUICK_POLL_SECONDS if moved else min(pause * 1.5, self._longest_pause())
                 if self.wake.wait(pause):
                     pause = QUICK_POLL_SECONDS
@@ -239,10 +242,18 @@ class CoordinatorThread:
 
     # -- the end
 
+    def _may_go(self) -> bool:
+        """After an exception nobody is waited for, once nothing runs that this rank has a part in."""
+        if self._posted is None or not self._posted.aborted:
+            return False
+        board = self._published if self._leads and self._published is not None else self.board
+        return board.flush is None and not self._jobs
+
     def _linger(self) -> None:
         """Rank 0 leaves last: other ranks must be able to read the end, for a bounded time."""
         self._speak(left=True)
-        deadline = time.monotonic() + LEAVE_TIMEOUT_SECONDS
+        aborted = self._ledger.post.aborted
+        deadline = time.monotonic() + (HURRIED_LEAVE_SECONDS if aborted else LEAVE_TIMEOUT_SECONDS)
         while self._leads and time.monotonic() < deadline:
             if all(post is not None and post.left for post in self._posts()):
                 return

@@ -185,20 +185,22 @@ class Stager:
 
     def _check(self, window: Window) -> None:
         """The window is over: seal the snapshot, or discard it when somebody wrote to a leaf that was copied late."""
-        self._window = None
-        written = window.job.written_to()
-        if written:
-            found = names(window.layout, written)
-            self._leaves.never_again(found)
-            self._discard(window, f"{listed(found)} changed outside of an optimizer step; copied early from now on")
-        else:
-            window.job.on_arrival(lambda: self._seal(window))
+        with window.ended_if_interrupted():
+            self._window = None
+            written = window.job.written_to()
+            if written:
+                found = names(window.layout, written)
+                self._leaves.never_again(found)
+                self._discard(window, f"{listed(found)} changed outside of an optimizer step; copied early from now on")
+            else:
+                window.job.on_arrival(lambda: self._seal(window))
 
     def _miss(self, window: Window) -> None:
-        self._window = None
-        self._misses += 1
-        self._hits = 0
-        self._discard(window, "no step of a torch optimizer was seen since it began, so it may be torn")
+        with window.ended_if_interrupted():
+            self._window = None
+            self._misses += 1
+            self._hits = 0
+            self._discard(window, "no step of a torch optimizer was seen since it began, so it may be torn")
         if self._misses >= MISSES_ALLOWED:
             self._overlap = False
             message = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from easyckpt.format.codec import path_text
@@ -28,6 +29,15 @@ class Window:
     job: CopyJob
     begun: float
     over: threading.Event = field(default_factory=threading.Event)
+
+    @contextlib.contextmanager
+    def ended_if_interrupted(self) -> Iterator[None]:
+        """Ctrl-C may come at any line of what ends the window: nobody must wait for the rest of it then."""
+        try:
+            yield
+        except BaseException:
+            self.over.set()
+            raise
 
 
 class LateLeaves:

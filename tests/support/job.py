@@ -25,6 +25,7 @@ from torch import nn
 
 import easyckpt
 from easyckpt import failpoints
+from easyckpt.events import Event
 
 
 def arguments() -> argparse.Namespace:
@@ -39,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step-seconds", type=float, default=0.0, help="a step takes at least this long")
     parser.add_argument("--save-at", type=int, default=-1, help="save(step, wait=True) after this step")
     parser.add_argument("--raise-at", type=int, default=-1)
+    parser.add_argument("--interrupt-seal-of", type=int, default=-1, help="Ctrl-C while this step's snapshot is sealed")
     parser.add_argument("--exit-at", type=int, default=-1, help="sys.exit(0) inside the loop")
     parser.add_argument("--without-with", action="store_true", help="neither with nor close()")
     parser.add_argument("--watch-preempted", action="store_true")
@@ -152,6 +154,18 @@ def leave_no_slot(checkpointer: easyckpt.Checkpointer, step: int) -> None:
     arena.acquire = lambda number, *rest: None if number == step else acquire(number, *rest)
 
 
+def interrupt_seal(checkpointer: easyckpt.Checkpointer, step: int) -> None:
+    stager = checkpointer._parts.stager
+    emit = stager._emit
+
+    def interrupted(event: Event) -> None:
+        if type(event).__name__ == "SnapshotSealed" and event.step == step:
+            raise KeyboardInterrupt
+        emit(event)
+
+    stager._emit = interrupted
+
+
 def leave_no_memory(checkpointer: easyckpt.Checkpointer) -> None:
     type(checkpointer._parts.arena).count = property(lambda self: 0)
 
@@ -226,6 +240,8 @@ def main() -> None:
                 read_late(checkpointer, args.hears_late)
             if mischief and args.skip_at >= 0:
                 leave_no_slot(checkpointer, args.skip_at)
+            if args.interrupt_seal_of >= 0:
+                interrupt_seal(checkpointer, args.interrupt_seal_of)
             if rank == args.no_memory_rank:
                 leave_no_memory(checkpointer)
             first = 0
@@ -253,7 +269,7 @@ def main() -> None:
                     notes.write(asked=number)
                     checkpointer.save(number, wait=True)
                     notes.write(saved=number)
-                if number == args.raise_at:
+                if mischief and number == args.raise_at:
                     raise RuntimeError("the training has failed")
                 if number == args.exit_at:
                     sys.exit(0)
