@@ -31,6 +31,8 @@ TIMEOUTS = {
     "lease_interval": 1.0,
 }
 SETTINGS = {"save_storage_interval": 5, **TIMEOUTS}
+#: For jobs of which none is to be waited for in vain: many ranks start slowly on few cores.
+UNHURRIED = {"peer_timeout": 30.0, "commit_timeout": 30.0, "close_timeout": 30.0}
 #: What all timeouts may add up to, on a machine that is busy with other things.
 PATIENCE = 60.0
 
@@ -107,7 +109,7 @@ def goes_on(root, notes, ranks, least, directory, width=64):
     """Start again: all ranks hold the same step, not below `least`, and end as if nothing had happened."""
     # save() of the last step never skips; on a busy machine a loop without any computing may skip snapshots (counted).
     arguments = [f"--width={width}", f"--save-at={STEPS}"]
-    again = jobs.run(root, notes, *arguments, steps=STEPS, ranks=ranks, settings=SETTINGS)
+    again = jobs.run(root, notes, *arguments, steps=STEPS, ranks=ranks, settings=SETTINGS | UNHURRIED)
     steps, tiers = again.first("restored"), again.first("tier")
     assert len(set(steps)) == len(set(tiers)) == 1
     assert steps[0] >= least, f"restored {steps}, but every rank held {least}"
@@ -298,7 +300,9 @@ def test_one_rank_without_the_due_snapshot_makes_all_flush_another(paths, straig
     root, notes = paths
     width = 160  # small parameters are copied before anybody could write to them
     arguments = [f"--{mischief}-at=5", f"--mischief-rank={ranks - 1}", "--hold-at=8", "--step-seconds=0.1"]
-    job = jobs.start(root, notes, *arguments, f"--width={width}", steps=STEPS, ranks=ranks, settings=SETTINGS)
+    job = jobs.start(
+        root, notes, *arguments, f"--width={width}", steps=STEPS, ranks=ranks, settings=SETTINGS | UNHURRIED
+    )
     for rank in range(ranks):
         job.wait_for("finished", 8, rank)
     job.wait_until(lambda: bool(events(root, ranks - 1, "FlushCommitted")), "a commit")

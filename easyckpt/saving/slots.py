@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from easyckpt.config import CheckpointConfig
@@ -10,6 +11,8 @@ from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import Slot
 from easyckpt.saving.ledger import Ledger
 from easyckpt.state.capture import Capture
+
+logger = logging.getLogger("easyckpt")
 
 #: Room in a slot's tail beside what the layout needs now: objects grow by a few digits from step to step.
 TAIL_SLACK_BYTES = 64 << 10
@@ -57,6 +60,7 @@ class Slots:
         except StorageError as error:
             # Not raised: this is one rank, and the others would wait for it in their next collective.
             self._failure = str(error)
+            logger.warning("no slot for the snapshot of step %d: %s", step, error)
             return None
 
     def _reserve(self, capture: Capture) -> None:
