@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from easyckpt import failpoints
-from easyckpt.errors import EasyckptError, LeaseLost, RootInUse
+from easyckpt.errors import LeaseLost, RootInUse
 from easyckpt.format import layout
 from easyckpt.format.manifest import LeaseRecord
 from easyckpt.storage.base import Storage
@@ -252,6 +252,3 @@ class Lease:
         self._storage.replace(layout.LEASE, record)
         failpoints.hit(TAKEN)
         self._held = True
-        for token in seen.tokens:
-            with contextlib.suppress(EasyckptError, OSError):  # the root is this job's, whatever is left lying
-                self._storage.remove(successor_file(token))
