@@ -23,7 +23,7 @@ from tests.support.jobs import committed, events
 STEPS = 12
 #: Small, so that a test sees them pass; a rank that waits longer than all of them together is found out.
 TIMEOUTS = {
-    "peer_timeout": 3.0,
+    "peer_timeout": 10.0,
     "commit_timeout": 3.0,
     "close_timeout": 3.0,
     "exception_drain_timeout": 1.0,
@@ -206,7 +206,7 @@ def test_a_rank_that_hangs_is_waited_for_in_bounds(paths, hung):
 
 def test_a_storage_that_hangs_for_good_is_given_up_on_all_ranks(paths, tmp_path):
     root, notes = paths
-    settings = SETTINGS | {"save_storage_interval": 1000, "peer_timeout": 2.0, "commit_timeout": 2.0}
+    settings = SETTINGS | {"save_storage_interval": 1000, "peer_timeout": 6.0, "commit_timeout": 2.0}
     fault = armed("commit.rename.before", f"hold:{tmp_path}/there", 0)
     arguments = ["--save-at=5", "--step-seconds=0.02"]
     job = jobs.start(root, notes, *arguments, steps=100_000, ranks=2, settings=settings, **fault)
@@ -254,7 +254,7 @@ def test_an_attempt_that_is_given_up_before_a_rank_has_looked_is_not_waited_for(
 def test_a_validation_after_a_due_save_may_take_longer_than_any_timeout(paths, ranks):
     """The snapshot of the due step is whole only at the next optimizer step. Of two ranks one validates."""
     root, notes = paths
-    settings = SETTINGS | {"peer_timeout": 2.0, "commit_timeout": 2.0}
+    settings = SETTINGS | {"peer_timeout": 6.0, "commit_timeout": 2.0}
     arguments = ["--width=160", "--step-seconds=0.05", "--pause-at=10", "--pause-seconds=8", "--mischief-rank=0"]
     job = jobs.run(root, notes, *arguments, steps=STEPS, ranks=ranks, settings=settings)
     assert not [event for rank in range(ranks) for event in events(root, rank, "FlushFailed")]
