@@ -7,6 +7,8 @@ import os
 # Before torch is imported by any test: with two workers on few cores, OpenMP pools would fight each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+# torch looks up the name of each end of a store's connection: where no name server answers, that takes 5 s by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import gc
 import shutil
