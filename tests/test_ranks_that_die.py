@@ -338,6 +338,25 @@ def test_the_newest_snapshot_that_one_rank_lacks_is_restored_by_none(paths, stra
     assert goes_on(root, notes, 2, 7, straight_directory) == (7, "memory")
 
 
+def test_a_rank_whose_storage_is_slow_is_waited_for_as_long_as_it_gets_on(paths, memory_dir, tmp_path):
+    """Longer than peer_timeout: for its part at the load, and for what rank 0 rolls forward before the first save."""
+    root, notes = paths
+    state, there = "--width=3000", tmp_path / "there"
+    fault = armed("commit.rename.before", f"hold:{there}", 0)
+    job = jobs.start(root, notes, state, "--hold-at=6", steps=6, ranks=2, settings=SETTINGS, **fault)
+    job.wait_until(there.exists, "the rename")
+    job.kill()
+    assert committed(root) == []
+    for path, _ in find_slots(str(memory_dir), user_name()):
+        os.unlink(path)
+    settings = SETTINGS | UNHURRIED | {"peer_timeout": 2.0}
+    slow = ["--slow-reads=0.5", "--mischief-rank=0"]
+    again = jobs.run(root, notes, state, *slow, "--save-at=6", steps=6, ranks=2, settings=settings)
+    assert again.first("restored") == [5, 5]
+    assert again.first("tier") == ["storage"] * 2
+    assert committed(root) == [5, 6]
+
+
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 

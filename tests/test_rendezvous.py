@@ -31,6 +31,8 @@ from easyckpt.errors import PeerError, PeerFailed, PeerTimeout, UsageError
 from tests.support.zygote import fork_program
 
 LIMIT = 120.0
+#: Longer than the time between two signs of life.
+SHORT = 1.0
 
 
 # Threads over one store
@@ -226,6 +228,41 @@ def test_ranks_out_of_step_are_told(job):
         return True
 
     assert job(work, 2) == [True] * 2
+
+
+def test_a_rank_that_gets_on_is_waited_for_longer_than_the_timeout(job):
+    def work(ranks):
+        channel, _mailbox = connect(ranks, "a", LIMIT)
+        begun = time.monotonic()
+        while ranks.rank == 1 and time.monotonic() - begun < 4 * SHORT:
+            channel.busy()
+            time.sleep(0.05)
+        answers = channel.exchange("x", ranks.rank, SHORT)
+        return answers, time.monotonic() - begun >= 4 * SHORT
+
+    assert job(work) == [([0, 1, 2], True)] * 3
+
+
+def test_a_rank_that_got_on_and_fell_silent_is_waited_for_no_longer(job):
+    gone = threading.Event()
+
+    def work(ranks):
+        channel, _mailbox = connect(ranks, "a", LIMIT)
+        channel.busy()  # what it said before an earlier agreement is no sign of life for the next one
+        channel.exchange("before", None, LIMIT)
+        if ranks.rank == 1:
+            channel.busy()
+            gone.wait(LIMIT)
+            return
+        try:
+            channel.exchange("x", ranks.rank, SHORT)
+        finally:
+            gone.set()
+        return
+
+    results = job(work)
+    assert [type(result) for result in results] == [PeerTimeout, type(None), PeerTimeout]
+    assert "rank 1" in str(results[0])
 
 
 def test_an_interrupted_exchange_breaks_the_channel(monkeypatch):

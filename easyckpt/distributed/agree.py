@@ -12,7 +12,10 @@ from easyckpt.distributed.rendezvous import Channel
 
 
 def done_by_rank_0(channel: Channel, ranks: Ranks, name: str, work: Callable[[], Json], timeout: float) -> Any:
-    """Run `work` on rank 0 and return its result on every rank; an error of ours or of the system is raised on all."""
+    """Run `work` on rank 0 and return its result on every rank; an error of ours or of the system is raised on all.
+
+    Work that may take longer than `timeout` calls `channel.busy` as it gets on.
+    """
     failure: Exception | None = None
     answer: Json = None
     if ranks.rank == 0:

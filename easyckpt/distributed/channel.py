@@ -13,6 +13,8 @@ from easyckpt.errors import PeerError, PeerFailed, PeerTimeout
 
 #: Keys of one exchange are reused three exchanges later: then every rank has certainly deleted its own.
 _GENERATIONS: Final = 3
+#: Between two signs of life.
+_BEAT_SECONDS: Final = 0.5
 #: What rank 0 adds to the count of those who have left; more than there are ranks.
 _DEPARTURE_OF_RANK_0: Final = 1 << 32
 
@@ -25,6 +27,12 @@ class Channel(Protocol):
 
     def broadcast(self, name: str, value: Json, timeout: float) -> Json:
         """Rank 0's value, on every rank; also waits for all ranks."""
+
+    def busy(self) -> None:
+        """Tell the ranks that wait that this one has got on with what they wait for: their timeout begins anew.
+
+        For work whose time grows with the state (reading it). Costs next to nothing when called often; never raises.
+        """
 
     def fail(self, reason: str) -> None:
         """Tell the ranks that wait, now or later, that this one will not come: PeerFailed with `reason`.
@@ -50,6 +58,9 @@ class LocalChannel:
         """The own value, as JSON would return it."""
         return load(dump(value))
 
+    def busy(self) -> None:
+        """Nobody to tell."""
+
     def fail(self, reason: str) -> None:
         """Nobody to tell."""
 
@@ -68,6 +79,8 @@ class StoreChannel:
         self._number = 0
         self._broken: PeerError | None = None
         self._left = False
+        self._beats = 0
+        self._next_beat = 0.0
 
     def exchange(self, name: str, value: Json, timeout: float) -> list[Json]:
         """Every rank's value, by rank."""
@@ -75,7 +88,7 @@ class StoreChannel:
             raise type(self._broken)(f"{name}: not tried, an earlier agreement failed: {self._broken}")
         data = dump({"number": self._number, "name": name, "value": value})
         try:
-            return self._exchange(name, data, time.monotonic() + timeout, timeout)
+            return self._exchange(name, data, timeout)
         except PeerTimeout as error:
             self._give_up(error)  # a rank that comes later must not believe that all have agreed
             raise
@@ -86,7 +99,9 @@ class StoreChannel:
             self._broken = PeerError(f"{name!r} was interrupted on this rank")
             raise
 
-    def _exchange(self, name: str, data: bytes, deadline: float, timeout: float) -> list[Json]:
+    def _exchange(self, name: str, data: bytes, timeout: float) -> list[Json]:
+        deadline = time.monotonic() + timeout
+        beats: dict[int, bytes] = {}
         generation = self._number % _GENERATIONS
         keys = [exchange_key(self._prefix, generation, rank) for rank in range(self._world_size)]
         self._client.set(keys[self._rank], data, deadline)
@@ -96,7 +111,10 @@ class StoreChannel:
                 break
             if time.monotonic() >= deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._client.check([key])]
-                raise_timeout(missing, timeout, name)
+                heard, beats = beats, self._beats_of(missing)
+                if silent := [rank for rank in missing if beats.get(rank) == heard.get(rank)]:
+                    raise_timeout(silent, timeout, name)
+                deadline = time.monotonic() + timeout
         messages: list[Any] = [load(message) for message in self._client.get_many(keys, deadline)]
         # All have sent this one, so all have finished reading the one before.
         before = (self._number - 1) % _GENERATIONS
@@ -113,6 +131,22 @@ class StoreChannel:
     def broadcast(self, name: str, value: Json, timeout: float) -> Json:
         """Rank 0's value, on every rank."""
         return self.exchange(name, value if self._rank == 0 else None, timeout)[0]
+
+    def busy(self) -> None:
+        """Tell the ranks that wait that this one gets on."""
+        now = time.monotonic()
+        if now >= self._next_beat and self._broken is None:
+            self._next_beat = now + _BEAT_SECONDS
+            self._beats += 1
+            with contextlib.suppress(PeerError):  # the next agreement meets it again, and raises it
+                self._client.set(beat_key(self._prefix, self._rank), b"%d %d" % (self._number, self._beats))
+
+    def _beats_of(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        """The last sign of life of those of `ranks` that gave one since the last agreement."""
+        keys = {rank: beat_key(self._prefix, rank) for rank in ranks}
+        there = {rank: key for rank, key in keys.items() if self._client.check([key])}
+        beats = {rank: self._client.get_many([key])[0] for rank, key in there.items()}
+        return {rank: beat for rank, beat in beats.items() if beat.startswith(b"%d " % self._number)}
 
     def fail(self, reason: str) -> None:
         """Tell the ranks that wait that this one will not come."""
@@ -172,6 +206,11 @@ def exchange_key(prefix: str, generation: int, rank: int) -> str:
     return f"{prefix}exchange/{generation}/{rank}"
 
 
+def beat_key(prefix: str, rank: int) -> str:
+    """Where `rank` counts its signs of life."""
+    return f"{prefix}beat/{rank}"
+
+
 def failure_key(prefix: str) -> str:
     """Where a rank that gives up says so."""
     return f"{prefix}failed"
@@ -186,6 +225,7 @@ def all_keys(prefix: str, world_size: int) -> Iterator[str]:
     """Every key that a Checkpointer may have in the store."""
     for rank in range(world_size):
         yield post_key(prefix, rank)
+        yield beat_key(prefix, rank)
         for generation in range(_GENERATIONS):
             yield exchange_key(prefix, generation, rank)
     yield from (board_key(prefix), failure_key(prefix), departure_key(prefix))

@@ -41,7 +41,7 @@ def restore_agreed(
     every rank. Returns None when there were no candidates. Raises on every rank: DamagedCheckpoint when all of them
     are damaged (never a silent start from nothing), StateMismatch or WorldSizeChanged when one is whole but not for
     this job, the first error of any other kind; in all these cases nothing was applied. PartlyApplied when applying
-    failed on some rank, or a rank was lost meanwhile. `timeout` bounds the wait for the slowest rank's reading.
+    failed on some rank, or a rank was lost meanwhile. `timeout` bounds the wait for a rank that gets on no more.
     """
     sent = channel.broadcast("restore: candidates", [candidate.to_json() for candidate in candidates], timeout)
     agreed = [Candidate.from_json(value) for value in sent] if isinstance(sent, list) else []

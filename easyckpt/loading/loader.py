@@ -6,9 +6,10 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from easyckpt import catalog
 from easyckpt.distributed.agree import done_by_rank_0
@@ -32,6 +33,8 @@ from easyckpt.storage.base import Storage
 from easyckpt.storage.local import LocalStorage
 
 logger = logging.getLogger("easyckpt")
+
+Result = TypeVar("Result")
 
 #: Lines of a list in a message.
 _SHOWN = 20
@@ -183,7 +186,7 @@ class Loader:
                 world_size=world_size,
                 attempt=candidate.attempt,
                 image=None if slot is None else slot.image,
-                submit=self._submit,
+                submit=self._submit_as_it_gets_on,
             )
         finally:
             if slot is not None:
@@ -193,6 +196,11 @@ class Loader:
                 else:
                     snapshot.on_close = release
         return snapshot
+
+    def _submit_as_it_gets_on(self, job: Callable[[], Result], /) -> Future[Result]:
+        """What the reader hands over was just read: ranks that have less to read go on waiting for this one."""
+        self._channel.busy()
+        return self._submit(job)
 
     def _borrowed_slot(self, candidate: Candidate) -> Slot | None:
         """A free slot is memory that is there already; fresh memory would have to be touched first."""

@@ -72,9 +72,9 @@ def open_storage(
     """Read and verify this rank's part of the checkpoint in `directory`.
 
     `image` is page-aligned writable memory to read into (a free slot's); fresh memory is taken where there is none or
-    it is too small. `submit` hands checksums to another thread. Only tensors that are `wanted` are read. `attempt`
-    makes sure that it is the checkpoint that the ranks agreed on. Raises DamagedCheckpoint naming file, tensor and
-    chunk, another FormatError, WorldSizeChanged, or OSError.
+    it is too small. `submit` hands checksums to another thread, one job for each piece that was read. Only tensors that
+    are `wanted` are read. `attempt` makes sure that it is the checkpoint that the ranks agreed on. Raises
+    DamagedCheckpoint naming file, tensor and chunk, another FormatError, WorldSizeChanged, or OSError.
     """
     manifest = catalog.read_manifest(storage, directory)
     where = os.path.join(storage.root, directory)

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from easyckpt import catalog, failpoints
@@ -65,21 +66,26 @@ def new_root(storage: Storage, naming: layout.NamingScheme) -> RootRecord:
 
 
 def open_line(
-    storage: Storage, naming: layout.NamingScheme, origin: Origin | None, metrics: Metrics
+    storage: Storage,
+    naming: layout.NamingScheme,
+    origin: Origin | None,
+    metrics: Metrics,
+    busy: Callable[[], None] = lambda: None,
 ) -> tuple[RootRecord, int]:
     """Open the line that goes on from `origin`; None when load() was never called. `metrics` past it are dropped.
 
+    A leftover to be rolled forward is read as a whole, all ranks' files: `busy` is called as that gets on.
     Returns the root's new record, whose last timeline it is, and the newest step that is committed on it (-1: none).
     Raises NotLoaded when the root holds checkpoints that nobody has looked at, SaveFailed when storage refuses.
     """
     try:
-        return _open_line(storage, naming, origin, metrics)
+        return _open_line(storage, naming, origin, metrics, busy)
     except OSError as error:
         raise SaveFailed(f"{storage.root}: beginning a line of training failed, nothing is saved: {error}") from error
 
 
 def _open_line(
-    storage: Storage, naming: layout.NamingScheme, origin: Origin | None, metrics: Metrics
+    storage: Storage, naming: layout.NamingScheme, origin: Origin | None, metrics: Metrics, busy: Callable[[], None]
 ) -> tuple[RootRecord, int]:
     record = catalog.read_root(storage)
     assert record is not None
@@ -90,7 +96,7 @@ def _open_line(
         )
     origin = origin or Origin(0, None)
     failpoints.hit(OPEN_BEFORE)
-    _tidy_attempts(storage, naming, record, found)
+    _tidy_attempts(storage, naming, record, found, busy)
     parent = origin.timeline
     line = Timeline(
         id=secrets.token_hex(4),
@@ -139,14 +145,16 @@ def _abandoned_by(record: RootRecord, timeline: str | None, step: int) -> Timeli
     return record.timelines[-1]
 
 
-def _tidy_attempts(storage: Storage, naming: layout.NamingScheme, record: RootRecord, found: Catalog) -> None:
+def _tidy_attempts(
+    storage: Storage, naming: layout.NamingScheme, record: RootRecord, found: Catalog, busy: Callable[[], None]
+) -> None:
     """Roll the newest whole attempt forward, remove the other leftovers of dead processes."""
     committed = {entry.step for entry in found.entries if entry.kind == "committed" and entry.problem is None}
     leftovers = [entry for entry in found.entries if entry.kind == "temporary"]
     whole = [entry for entry in leftovers if _rolls_forward(record, entry, committed)]
     newest = max(whole, key=lambda entry: (entry.step, entry.attempt or ""), default=None)
     for entry in leftovers:
-        if entry is newest and not catalog.verify(storage, entry):
+        if entry is newest and not catalog.verify(storage, entry, lambda _: busy()):
             final = naming.committed(entry.step)
             _make_manifest_durable(storage, entry.name)
             if storage.exists(final):

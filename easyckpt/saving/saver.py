@@ -187,7 +187,7 @@ class Saver:
         def work() -> dict[str, object]:
             if origin is None and parts.arena.sealed():
                 raise NotLoaded("a run before has left snapshots in shared memory: call load() before the first save")
-            record, committed = open_line(parts.storage, parts.naming, origin, parts.metrics)
+            record, committed = open_line(parts.storage, parts.naming, origin, parts.metrics, parts.channel.busy)
             return {"timeline": record.timelines[-1].id, "committed": committed}
 
         answer = done_by_rank_0(parts.channel, parts.ranks, "the first save", work, self._config.peer_timeout)

@@ -26,6 +26,7 @@ from torch import nn
 import easyckpt
 from easyckpt import failpoints
 from easyckpt.events import Event
+from easyckpt.storage.localfile import LocalFileReader
 
 
 def arguments() -> argparse.Namespace:
@@ -60,6 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--then", choices=sorted(CHANGES), default="nothing", help="after the last step")
     parser.add_argument("--hears-late", type=float, default=0.0, help="seconds by which rank 0's board is read late")
     parser.add_argument("--lag", type=float, default=0.0, help="seconds by which each step is longer")
+    parser.add_argument("--slow-reads", type=float, default=0.0, help="seconds that storage takes for one read more")
     parser.add_argument("--wait-at-end", type=float, default=0.0, help="wait(this many seconds) after the last step")
     parser.add_argument("--die-at", type=int, default=-1, help="SIGKILL after this step, but not after a restart")
     parser.add_argument("--hold-at", type=int, default=-1, help="after saving this step wait for ever (to be killed)")
@@ -182,6 +184,16 @@ def read_late(checkpointer: easyckpt.Checkpointer, seconds: float) -> None:
     mailbox.board = late
 
 
+def read_slowly(seconds: float) -> None:
+    read_into = LocalFileReader.read_into
+
+    def slowly(reader: LocalFileReader, buffer: bytearray, offset: int) -> int:
+        time.sleep(seconds)
+        return read_into(reader, buffer, offset)
+
+    LocalFileReader.read_into = slowly
+
+
 def main() -> None:
     if "--serve-store" in sys.argv:
         serve_store()
@@ -236,6 +248,8 @@ def main() -> None:
             checkpointer = easyckpt.Checkpointer(args.root, state, **args.settings)
             if not args.without_with:
                 stack.enter_context(checkpointer)
+            if mischief and args.slow_reads:
+                read_slowly(args.slow_reads)
             if mischief and args.hears_late:
                 read_late(checkpointer, args.hears_late)
             if mischief and args.skip_at >= 0:
