@@ -427,6 +427,22 @@ def test_what_happens_to_the_root_in_the_middle_of_a_commit_is_seen(root, tmp_pa
         checkpointer.wait(60)
 
 
+def test_a_snapshot_that_is_gone_when_it_is_to_be_committed_costs_that_one_commit(root, tmp_path):
+    hold = tmp_path / "hold"
+    failpoints.arm(f"writer.index.synced=hold:{hold}")
+    training, _ = start(root, on_failure="continue")
+    with training.checkpointer as checkpointer:
+        training.step()
+        future = checkpointer.save(1)
+        until(hold.exists)
+        checkpointer._parts.arena.drop(lambda meta: True)
+        hold.with_suffix(".go").touch()
+        assert "holds no whole snapshot of step 1 any more" in str(future.exception(60))
+        assert not list(root.glob(".step-*"))
+        training.step()
+        assert checkpointer.save(2).result(60) == 2
+
+
 def test_an_error_after_the_rename_is_not_called_failed(root):
     training, _ = start(root)
     failpoints.arm("commit.rename.after=error:EIO")

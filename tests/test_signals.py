@@ -222,7 +222,8 @@ for step in range(1, 31):
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
     checkpointer.save_if_needed(step)
-    time.sleep(0.01)  # so that none is skipped
+    while checkpointer.stats().counts["SnapshotSealed"] < step:  # without overlap the call has sealed it
+        time.sleep(0.001)
     if step % 10 == 0:
         os.kill(os.getpid(), signal.SIGTERM if step == 30 else signal.SIGUSR1)
         while len(got) < step // 10:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from easyckpt.config import CheckpointConfig
@@ -145,7 +145,7 @@ class CoordinatorThread:
         live = self.live
         if live is not None and live.meta.step == step:
             return live
-        for meta in self._sealed():
+        for meta in self._ledger.on_line(self._parts.arena.sealed()):
             if meta.step == step:
                 return self._parts.arena.view(step, meta.timeline)
         raise SaveFailed(f"rank {self._parts.ranks.rank} holds no whole snapshot of step {step} any more")
@@ -177,16 +177,20 @@ class CoordinatorThread:
         return [None if data is None else load_post(data) for data in self._parts.mailbox.posts()]
 
     def _start_work(self, work: Work) -> None:
-        flusher = self._parts.flusher
-        commits = work.kind == "commit"
-        future = flusher.commit(work, self._view(work.flush.step)) if commits else flusher.clean_up(work)
+        flusher, view = self._parts.flusher, None
+        if work.kind == "commit":
+            try:
+                view = self._view(work.flush.step)
+            except EasyckptError as error:
+                work = replace(work, kind="clean up", flush=replace(work.flush, abandoned=str(error)))
+        future = flusher.clean_up(work) if view is None else flusher.commit(work, view)
 
         def finish(done: Future[Any]) -> None:
             result = done.result()
             self._ledger.work_done(
                 work, reason=result.reason, unknown=result.unknown, nbytes=result.nbytes, seconds=result.seconds
             )
-            if commits and result.reason is None:
+            if view is not None and result.reason is None:
                 self._watch(flusher.retain({work.flush.step}), _log_failure)
 
         self._watch(future, finish)
