@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from easyckpt.config import CheckpointConfig
-from easyckpt.engine import Checkpointer, restore
+from easyckpt.engine import Checkpointer
 from easyckpt.errors import (
     ConfigError,
     DamagedCheckpoint,
@@ -30,6 +30,7 @@ from easyckpt.errors import (
 )
 from easyckpt.format.codec import register_codec
 from easyckpt.loading.loader import Restored
+from easyckpt.loading.read_only import restore
 from easyckpt.state.ddp import settle_ddp
 from easyckpt.state.sampler import SkipBatchSampler
 from easyckpt.version import VERSION as __version__  # noqa: N811

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
@@ -16,17 +15,15 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from easyckpt import ending, wiring
-from easyckpt.config import CheckpointConfig, resolve
+from easyckpt import ending, opening, wiring
+from easyckpt.config import CheckpointConfig
+from easyckpt.config_sources import resolve
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.errors import EasyckptError, PartlyApplied, StepError, UsageError
 from easyckpt.events import EventLog, Stats, Warned
 from easyckpt.events import Restored as RestoredEvent
-from easyckpt.format import layout
-from easyckpt.loading.loader import Loader, Outcome, Restored, restore_read_only
-from easyckpt.saving.emergency import SignalWatcher
-from easyckpt.saving.housekeeper import Housekeeper
+from easyckpt.loading.loader import Outcome, Restored
 from easyckpt.saving.line import Origin
 from easyckpt.saving.metrics import COMPONENT as METRICS
 from easyckpt.saving.metrics import Metrics
@@ -101,7 +98,7 @@ class Checkpointer:
         first = capture.capture()
         self._events = EventLog(ranks.rank, None, config.log_file_path)
         undo.callback(self._events.close)
-        self._opened, self._ranks = wiring.open_root(path, config, ranks, self._channel, self._events)
+        self._opened, self._ranks = opening.open_root(path, config, ranks, self._channel, self._events)
         undo.callback(self._opened.arena.close, remove=False)
         undo.callback(self._release_lease)
         wiring.reserve(first, capture, self._opened, config)
@@ -117,45 +114,15 @@ class Checkpointer:
             metrics=self._metrics,
             undo=undo,
         )
-        self._housekeeper = self._keep_house()
+        self._housekeeper = wiring.keep_house(self._parts, self._opened)
         undo.callback(self._housekeeper.stop, FAREWELL_SECONDS)
-        self._saver, self._loader = Saver(self._parts), self._make_loader()
+        self._saver, self._loader = Saver(self._parts), wiring.make_loader(self._parts)
         self._step = -1
         self._generators: Any = None
         self._broken: EasyckptError | None = None
         self._closed = False
         self._watches_preempted = False
-        self._signals = self._watch_signals()
-
-    def _keep_house(self) -> Housekeeper:
-        opened, config = self._opened, self._config
-        if config.events:
-            log = layout.events_file(self._ranks.rank)
-            self._events.set_sink(lambda data: opened.storage.append(log, data))
-        return Housekeeper(
-            self._events,
-            self._metrics if self._ranks.rank == 0 else None,
-            opened.storage,
-            lease=opened.lease,
-            lease_interval=config.lease_interval,
-            on_lease_lost=self._parts.coordinator.fail,
-            look_after_memory=opened.arena.look_after,
-        )
-
-    def _make_loader(self) -> Loader:
-        return Loader(
-            storage=self._opened.storage,
-            naming=self._parts.naming,
-            arena=self._opened.arena,
-            channel=self._channel,
-            ranks=self._ranks,
-            run=self._opened.run,
-            arena_id=self._opened.arena_id,
-            capture=self._parts.capture,
-            timeout=self._config.peer_timeout,
-            submit=self._parts.flusher.submit,
-            emit=self._events.emit,
-        )
+        self._signals = wiring.watch_signals(self._parts, self._housekeeper, lambda: self._watches_preempted)
 
     def load(
         self, *, step: int | None = None, strict: bool = True, components: Collection[str] | None = None
@@ -362,47 +329,5 @@ class Checkpointer:
         if self._generators is not None:
             put_back(self._generators)
 
-    def _watch_signals(self) -> SignalWatcher | None:
-        if not self._config.signals:
-            return None
-        if threading.current_thread() is not threading.main_thread():
-            message = "signals are not watched: the Checkpointer was not made on the main thread"
-            self._events.emit(Warned(message=message))
-            return None
-        coordinator, housekeeper = self._parts.coordinator, self._housekeeper
 
-        def flush(seconds: float) -> bool:
-            in_time = coordinator.emergency(seconds)
-            newest = coordinator.committed
-            logger.warning("the newest committed step is %s", newest if newest >= 0 else "none")
-            housekeeper.write_now(LAST_WORDS_SECONDS)  # the signal may end the process without another chance
-            return in_time
-
-        return SignalWatcher(
-            self._config.signals,
-            deadline=self._config.signal_deadline,
-            flush=flush,
-            takes_over=lambda: self._watches_preempted,
-        )
-
-
-def restore(
-    root: str | os.PathLike[str],
-    state: Mapping[str, Any],
-    *,
-    step: int | None = None,
-    strict: bool = True,
-    components: Collection[str] | None = None,
-) -> Restored:
-    """Restore `state` from the newest (or the given) committed step of `root`, read-only.
-
-    For evaluation beside a running job, or old weights for a new run: no lease, no shared memory, nothing on disk
-    changes, and this process's generators stay as they are. `strict` and `components` as for Checkpointer.load, but
-    that components which only the checkpoint has are never asked for. Raises what Checkpointer.load raises.
-    """
-    return restore_read_only(
-        os.fspath(root), state, step=step, strict=strict, components=components, naming=layout.NativeNaming()
-    )
-
-
-__all__ = ["CheckpointConfig", "Checkpointer", "Restored", "restore"]
+__all__ = ["CheckpointConfig", "Checkpointer", "Restored"]

@@ -1,38 +1,37 @@
-"""How the rooms of a Checkpointer are built and joined; `engine` only uses what comes out of here."""
+"""How the rooms of a Checkpointer are built and joined around an opened root; `engine` only uses what comes out."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import secrets
-import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from easyckpt import catalog
 from easyckpt.config import CheckpointConfig
-from easyckpt.distributed.agree import all_good, done_by_rank_0
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks, discover
-from easyckpt.distributed.rendezvous import Channel, connect, settle_locality
-from easyckpt.errors import EasyckptError, ForeignFormat, OutOfSpace
+from easyckpt.distributed.rendezvous import Channel, connect
+from easyckpt.errors import OutOfSpace
 from easyckpt.events import EventLog, Warned
 from easyckpt.format import layout
-from easyckpt.memory import budget
+from easyckpt.loading.loader import Loader
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.owner import OwnerLock
-from easyckpt.memory.place import DEFAULT_DIRECTORY, memory_directory, user_name
 from easyckpt.memory.slot import Slot
+from easyckpt.opening import OpenedRoot, uses_cuda
 from easyckpt.saving.accumulation import AccumulationWatch
 from easyckpt.saving.commit import CommitContext
 from easyckpt.saving.coordinator import Coordinator
 from easyckpt.saving.coordinator_thread import CoordinatorParts
 from easyckpt.saving.cuda_copying import make_copier
+from easyckpt.saving.emergency import SignalWatcher
 from easyckpt.saving.flusher import Flusher
-from easyckpt.saving.line import new_root
+from easyckpt.saving.housekeeper import Housekeeper
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.saver import SaverParts
@@ -41,138 +40,12 @@ from easyckpt.saving.sizing import expected_bytes
 from easyckpt.saving.slots import TAIL_SLACK_BYTES
 from easyckpt.saving.staging import Stager
 from easyckpt.state.capture import Capture, StateCapture
-from easyckpt.storage.lease import Lease
 from easyckpt.storage.local import LocalStorage
 
+logger = logging.getLogger("easyckpt")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedRoot:
-    """A root that this job owns, as one rank sees it."""
-
-    storage: LocalStorage
-    run: str
-    arena_id: str
-    incarnation: str
-    lease: Lease | None
-    """Rank 0's."""
-    arena: Arena
-
-
-def uses_cuda() -> bool:
-    """Whether this process has touched a GPU: building the model there has, before the Checkpointer is made."""
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def open_root(
-    root: str, config: CheckpointConfig, ranks: Ranks, channel: Channel, events: EventLog
-) -> tuple[OpenedRoot, Ranks]:
-    """Own `root` and this rank's arena. All ranks call it; an error of one is raised on all."""
-    storage = LocalStorage(root, direct_io=config.direct_io)
-    identity = done_by_rank_0(channel, ranks, "opening the root", lambda: _identify(storage), config.peer_timeout)
-    directory, in_memory = memory_directory(config.memory_dir)
-    if not in_memory:
-        wanted = config.memory_dir or DEFAULT_DIRECTORY
-        message = f"{wanted} cannot be used: snapshots are kept in private memory and die with the process"
-        events.emit(Warned(message=message))
-    node = f"{socket.gethostname()}/{os.stat(directory).st_dev}/{os.stat(directory).st_ino}"
-    ranks = settle_locality(ranks, channel, node, config.peer_timeout)
-    arena: Arena | None = None
-    failure: Exception | None = None
-    try:
-        arena = _own_arena(directory, in_memory, identity, ranks, config)
-    except (EasyckptError, OSError) as error:
-        failure = error
-    try:
-        all_good(channel, "owning the memory", failure, config.peer_timeout)
-        assert arena is not None
-        lease = _take_lease(storage, arena, identity, ranks=ranks, channel=channel, config=config, events=events)
-    except BaseException:
-        if arena is not None:
-            arena.close(remove=False)
-        raise
-    return OpenedRoot(storage=storage, lease=lease, arena=arena, **identity), ranks
-
-
-def _identify(storage: LocalStorage) -> dict[str, str]:
-    """Rank 0: the run's identity, written into a new root."""
-    if os.path.exists(storage.root) and not os.path.isdir(storage.root):
-        raise ForeignFormat(f"{storage.root} is a file, not a directory for checkpoints")
-    storage.makedirs(layout.EVENTS)
-    record = catalog.read_root(storage)
-    if record is None:
-        storage.link_exclusive(layout.ROOT_FILE, new_root(storage, layout.NativeNaming()).to_bytes())
-        record = catalog.read_root(storage)
-        assert record is not None
-    return {
-        "run": record.run,
-        "arena_id": layout.arena_id(record.run, os.path.realpath(storage.root)),
-        "incarnation": secrets.token_hex(4),
-    }
-
-
-def _own_arena(
-    directory: str, in_memory: bool, identity: Mapping[str, str], ranks: Ranks, config: CheckpointConfig
-) -> Arena:
-    """The arena of this rank, with what dead processes have left in it."""
-    user, arena_id = user_name(), identity["arena_id"]
-    with budget.node_lock(directory, user):
-        share = _budget_share(directory, user, arena_id, ranks) if in_memory else 0
-    arena = Arena(
-        directory,
-        user,
-        arena_id,
-        ranks.rank,
-        config.slots,
-        run=identity["run"],
-        incarnation=identity["incarnation"],
-        budget_bytes=share,
-        pin=uses_cuda(),
-    )
-    try:
-        for view in arena.adopt():
-            view.close()
-    except BaseException:
-        arena.close(remove=False)
-        raise
-    return arena
-
-
-def _budget_share(directory: str, user: str, arena_id: str, ranks: Ranks) -> int:
-    """Bytes of shared memory for this rank; what this arena's ranks hold already counts as theirs."""
-    usable = budget.available(directory).usable + budget.held_bytes(directory, user, arena_id)
-    return usable // ranks.local_world_size
-
-
-def _take_lease(
-    storage: LocalStorage,
-    arena: Arena,
-    identity: Mapping[str, str],
-    *,
-    ranks: Ranks,
-    channel: Channel,
-    config: CheckpointConfig,
-    events: EventLog,
-) -> Lease | None:
-    """The right to write the root, which rank 0 takes for all."""
-    owner = layout.owner_file(arena.user, arena.arena_id, arena.rank)
-    lease = Lease(
-        storage,
-        root_lock_path=os.path.join(arena.directory, owner),
-        incarnation=identity["incarnation"],
-        run=identity["run"],
-        timeout=config.lease_timeout,
-        is_free=OwnerLock.is_free,
-    )
-
-    def take() -> None:
-        lease.acquire(lambda message: events.emit(Warned(message=message)))
-
-    try:
-        done_by_rank_0(channel, ranks, "taking the lease", take, config.peer_timeout + 2 * config.lease_timeout)
-    except BaseException:
-        lease.release()  # it was taken where only another rank has failed
-        raise
-    return lease if ranks.rank == 0 else None
+#: Seconds that logs get before a signal takes its effect.
+LAST_WORDS_SECONDS = 1.0
 
 
 def committed_by(storage: LocalStorage, naming: layout.NamingScheme) -> Callable[[Flush], bool]:
@@ -303,6 +176,58 @@ def _make_stager(
         on_sealed=sealed,
         on_discarded=discarded,
     )
+
+
+def keep_house(parts: SaverParts, opened: OpenedRoot) -> Housekeeper:
+    """Start the thread that writes logs and metrics, renews the lease and looks after the memory."""
+    if parts.config.events:
+        log = layout.events_file(parts.ranks.rank)
+        parts.events.set_sink(lambda data: opened.storage.append(log, data))
+    return Housekeeper(
+        parts.events,
+        parts.metrics if parts.ranks.rank == 0 else None,
+        opened.storage,
+        lease=opened.lease,
+        lease_interval=parts.config.lease_interval,
+        on_lease_lost=parts.coordinator.fail,
+        look_after_memory=opened.arena.look_after,
+    )
+
+
+def make_loader(parts: SaverParts) -> Loader:
+    """The loading half, which borrows what the saving half owns."""
+    return Loader(
+        storage=parts.storage,
+        naming=parts.naming,
+        arena=parts.arena,
+        channel=parts.channel,
+        ranks=parts.ranks,
+        run=parts.run,
+        arena_id=parts.arena_id,
+        capture=parts.capture,
+        timeout=parts.config.peer_timeout,
+        submit=parts.flusher.submit,
+        emit=parts.events.emit,
+    )
+
+
+def watch_signals(parts: SaverParts, housekeeper: Housekeeper, takes_over: Callable[[], bool]) -> SignalWatcher | None:
+    """Have signals answered by an emergency flush; None where none are, or cannot be, watched."""
+    config, coordinator = parts.config, parts.coordinator
+    if not config.signals:
+        return None
+    if threading.current_thread() is not threading.main_thread():
+        parts.events.emit(Warned(message="signals are not watched: the Checkpointer was not made on the main thread"))
+        return None
+
+    def flush(seconds: float) -> bool:
+        in_time = coordinator.emergency(seconds)
+        newest = coordinator.committed
+        logger.warning("the newest committed step is %s", newest if newest >= 0 else "none")
+        housekeeper.write_now(LAST_WORDS_SECONDS)  # the signal may end the process without another chance
+        return in_time
+
+    return SignalWatcher(config.signals, deadline=config.signal_deadline, flush=flush, takes_over=takes_over)
 
 
 def reserve(now: Capture, capture: StateCapture, opened: OpenedRoot, config: CheckpointConfig) -> None:

@@ -6,13 +6,14 @@ import random
 import pytest
 
 from easyckpt import catalog
-from easyckpt.catalog import scan, verify
+from easyckpt.catalog import scan
 from easyckpt.errors import DamagedCheckpoint, ForeignFormat, FormatError, NewerFormat
 from easyckpt.format import layout
 from easyckpt.format.checksum import CHUNK_BYTES, chunk_digests, digest_bytes, file_digest
 from easyckpt.format.image import LeafSpec, plan_layout, shard_header
 from easyckpt.format.manifest import FileRecord, Index, Manifest, RootRecord, ShardRecord, Timeline
 from easyckpt.storage.local import LocalStorage
+from easyckpt.verification import verify
 from tests.support.naming import CheckpointNaming
 
 RUN = "ab" * 16

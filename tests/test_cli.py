@@ -438,7 +438,7 @@ def test_an_interrupted_command_is_not_called_damaged(root, run, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("easyckpt.catalog.verify", interrupt)
+    monkeypatch.setattr("easyckpt.verification.verify", interrupt)
     assert run("verify", root).code == 130
 
 

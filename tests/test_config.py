@@ -12,7 +12,8 @@ import signal
 import pytest
 
 from easyckpt import config as module
-from easyckpt.config import Audit, CheckpointConfig, resolve
+from easyckpt.config import Audit, CheckpointConfig
+from easyckpt.config_sources import resolve
 from easyckpt.errors import ConfigError
 
 

@@ -25,6 +25,7 @@ import easyckpt
 from easyckpt import catalog, failpoints
 from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
+from easyckpt.verification import verify
 from tests.support.crashjob import Notes, Starts, leftovers
 
 for module in pkgutil.walk_packages(easyckpt.__path__, "easyckpt."):
@@ -168,7 +169,7 @@ class Verdict:
             assert entry.valid, f"{entry.name}: {entry.problem}"
             damaged = self.scenario.name == "fallback" and not after and self._is_of_the_first_start(entry)
             if not (damaged and entry.step == 6):
-                assert catalog.verify(self.storage, entry) == [], entry.name
+                assert verify(self.storage, entry) == [], entry.name
         if after:
             assert 1 <= len(entries) <= 2
 

@@ -738,7 +738,7 @@ def test_bad_input_in_the_constructor_leaves_the_root_as_it_was(root):
     assert not root.exists()
 
 
-@pytest.mark.parametrize("place", ["wiring.reserve", "wiring.AccumulationWatch", "Checkpointer._watch_signals"])
+@pytest.mark.parametrize("place", ["wiring.reserve", "wiring.AccumulationWatch", "wiring.watch_signals"])
 def test_a_constructor_that_fails_lets_go_of_the_root(root, tmp_path, monkeypatch, place):
     handlers = list(logging.getLogger("easyckpt").handlers)
     with monkeypatch.context() as patch:

@@ -19,10 +19,11 @@ from pathlib import Path
 import pytest
 
 import easyckpt
-from easyckpt import Checkpointer, catalog, failpoints, wiring
+from easyckpt import Checkpointer, catalog, failpoints, opening
 from easyckpt.errors import EasyckptError, ForeignFormat, NoCheckpoint, SaveError
 from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
+from easyckpt.verification import verify
 from tests.support.crashjob import Training, leftovers
 from tests.support.recording import EVERYTHING, METADATA_ZEROS, NOTHING_UNSYNCED, RANDOM, VARIANTS, RecordingStorage
 
@@ -71,7 +72,7 @@ class Recording:
         self.lines: list[Line] = []
         self.rot: float = math.inf
         """System calls before step 6 of the first line rotted."""
-        monkeypatch.setattr(wiring, "LocalStorage", lambda root, direct_io: self.storage)
+        monkeypatch.setattr(opening, "LocalStorage", lambda root, direct_io: self.storage)
 
     def falls_back_and_steps_back(self) -> None:
         """Rotation, an automatic fallback to 4 since 6 is rotten, an explicit load of 8 although 9 is there."""
@@ -169,7 +170,7 @@ def recording(request, workplace, monkeypatch) -> Iterator[Recording]:
     directory = Path(tempfile.mkdtemp(dir=workplace))
     recording = Recording(directory, monkeypatch)
     getattr(recording, request.param)()
-    monkeypatch.setattr(wiring, "LocalStorage", LocalStorage)
+    monkeypatch.setattr(opening, "LocalStorage", LocalStorage)
     yield recording
     shutil.rmtree(directory)
 
@@ -209,7 +210,7 @@ def check(recording: Recording, root: Path, k: int) -> int:
         assert max(facts[known - 1]) in [entry.step for entry in committed], "what was durable is no checkpoint"
     for entry in committed:
         rotten = k >= recording.rot and entry.step == 6 and entry.timeline == first
-        assert rotten or catalog.verify(storage, entry) == [], f"{entry.name} is taken for good"
+        assert rotten or verify(storage, entry) == [], f"{entry.name} is taken for good"
     training = Training(WIDTH)
     try:
         restored = easyckpt.restore(root, training.state)
@@ -240,7 +241,7 @@ def go_on(root: Path, memory: Path, step: int) -> None:
     storage = LocalStorage(root)
     entries = catalog.scan(storage, layout.NativeNaming()).of_kind("committed")
     assert entries[-1].step == max(0, step) + 2
-    assert all(entry.valid and catalog.verify(storage, entry) == [] for entry in entries[-2:])
+    assert all(entry.valid and verify(storage, entry) == [] for entry in entries[-2:])
 
 
 def campaign(recording: Recording, workplace: Path, variants: tuple[str, ...], restart_each: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import pytest
 from easyckpt import catalog
 from easyckpt.format.layout import NativeNaming
 from easyckpt.storage.local import LocalStorage
+from easyckpt.verification import verify
 from tests.support import fuse_powercut
 from tests.support.crashjob import Notes, Starts, leftovers
 from tests.support.fuse_powercut import mounted
@@ -72,7 +73,7 @@ class Machine:
             storage = LocalStorage(self.starts.root)
             entries = catalog.scan(storage, NativeNaming()).of_kind("committed")
             assert len(entries) == (2 if notes.restored["restored"] else 1)
-            assert all(entry.valid and catalog.verify(storage, entry) == [] for entry in entries)
+            assert all(entry.valid and verify(storage, entry) == [] for entry in entries)
             assert notes.newest("durable") == entries[-1].step
 
     def start(self, steps: int) -> Notes:

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 import easyckpt
 from easyckpt import errors
-from easyckpt.config import resolve
+from easyckpt.config_sources import resolve
 from easyckpt.settings import Settings
 
 NAMES = {

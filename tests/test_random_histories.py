@@ -28,6 +28,7 @@ from easyckpt import Checkpointer, catalog, failpoints
 from easyckpt.errors import EasyckptError, OutcomeUnknown, SaveError
 from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
+from easyckpt.verification import verify
 from tests.support.crashjob import MAX_STEPS, Notes, Starts, Training, leftovers
 
 WIDTH = 6
@@ -240,7 +241,7 @@ class Life(RuleBasedStateMachine):
 
     def good(self, step: int) -> bool:
         entry = catalog.inspect(self.storage, layout.step_dir(step), layout.NativeNaming())
-        return entry.valid and not catalog.verify(self.storage, entry)
+        return entry.valid and not verify(self.storage, entry)
 
     # -- its ends
 
@@ -341,7 +342,7 @@ class Life(RuleBasedStateMachine):
             assert entry.manifest is not None
             whole = entry.manifest.attempt not in self.rotten
             if whole and self.checkpointer is None:
-                assert catalog.verify(self.storage, entry) == []
+                assert verify(self.storage, entry) == []
             # A job may be killed after a commit that has rotated the known one away, and before it told of it.
             newer |= whole and newest is not None and entry.step > newest
         if newest is not None and not newer:

@@ -18,6 +18,7 @@ import pytest
 from easyckpt import catalog
 from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
+from easyckpt.verification import verify
 from tests.support.crashjob import Notes, Starts, leftovers
 
 SETTINGS = {"save_storage_interval": 10, "max_ckpt_num": 3}
@@ -160,7 +161,7 @@ def test_after_an_explicit_step_back_the_steps_set_aside_stay(root):
     assert root.stale() == [50, 60]
     assert root.committed() == [70, 80, 90]
     for entry in catalog.scan(root.storage, layout.NativeNaming()).of_kind("stale"):
-        assert catalog.verify(root.storage, entry) == []
+        assert verify(root.storage, entry) == []
 
 
 def test_an_explicit_step_back_without_training_on_changes_nothing(root):

@@ -9,7 +9,7 @@ import typer
 from easyckpt.cli import output
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import resolve
-from easyckpt.config import resolve as resolve_settings
+from easyckpt.config_sources import resolve as resolve_settings
 from easyckpt.errors import UsageError
 from easyckpt.saving import rescue as saving_rescue
 

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from easyckpt import catalog
-from easyckpt.catalog import Entry, Problem
+from easyckpt import catalog, verification
+from easyckpt.catalog import Entry
 from easyckpt.cli import output
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import TARGET_HELP, Target, resolve
 from easyckpt.errors import DamagedCheckpoint, FormatError, NewerFormat, UsageError
 from easyckpt.format import layout
+from easyckpt.verification import Problem
 
 
 def register(app: typer.Typer) -> None:
@@ -89,7 +90,7 @@ def _judge(target: Target, entry: Entry, count: Callable[[int], None]) -> _Verdi
             return _Verdict(entry, [_whole(str(error))], unknown=True)
         except (FormatError, OSError) as error:
             return _Verdict(entry, [_whole(str(error))])
-    problems = catalog.verify(target.storage, entry, on_bytes=count)
+    problems = verification.verify(target.storage, entry, on_bytes=count)
     if entry.problem is not None and not problems:
         problems = [_whole(entry.problem)]
     return _Verdict(entry, problems)

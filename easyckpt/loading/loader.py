@@ -14,15 +14,14 @@ from typing import Any, Literal, TypeVar
 from easyckpt import catalog
 from easyckpt.distributed.agree import done_by_rank_0
 from easyckpt.distributed.ranks import Ranks
-from easyckpt.distributed.rendezvous import Channel, LocalChannel
-from easyckpt.errors import DamagedCheckpoint, ForeignFormat, NoCheckpoint, StorageError
+from easyckpt.distributed.rendezvous import Channel
+from easyckpt.errors import NoCheckpoint, StorageError
 from easyckpt.events import Event, Warned
-from easyckpt.format.layout import ROOT_FILE, NamingScheme
-from easyckpt.format.manifest import Manifest
+from easyckpt.format.layout import NamingScheme
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.progress import newest_step_logged, steps_lost
-from easyckpt.loading.reader import Submit, open_storage, run_now
-from easyckpt.loading.resolve import Candidate, candidates
+from easyckpt.loading.reader import Submit, open_storage
+from easyckpt.loading.resolve import Candidate, candidates, no_such_step
 from easyckpt.loading.snapshot import Snapshot, open_memory
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import Slot, SlotMeta
@@ -30,7 +29,6 @@ from easyckpt.state.apply import apply_all, check_all
 from easyckpt.state.capture import StateCapture
 from easyckpt.state.components import Component
 from easyckpt.storage.base import Storage
-from easyckpt.storage.local import LocalStorage
 
 logger = logging.getLogger("easyckpt")
 
@@ -110,7 +108,7 @@ class Loader:
         listing = self._candidates(step)
         found, committed = listing.candidates, listing.committed
         if step is not None and not found:
-            raise NoCheckpoint(_no_such_step(self._storage.root, step, committed))
+            raise NoCheckpoint(no_such_step(self._storage.root, step, committed))
         live = self._capture.components
         nbytes = 0
 
@@ -123,7 +121,7 @@ class Loader:
             self._channel,
             found,
             self._open,
-            lambda snapshot: _fit(snapshot, live, strict, components, self._left_out),
+            lambda snapshot: fit(snapshot, live, strict, components, self._left_out),
             apply,
             timeout=self._timeout,
             skipped=self._passed_over,
@@ -211,13 +209,13 @@ class Loader:
             return None
 
     def _left_out(self, step: int, what: list[str]) -> None:
-        self._emit(Warned(step=step, message=_left_out_text(step, what)))
+        self._emit(Warned(step=step, message=left_out_text(step, what)))
 
     def _passed_over(self, candidate: Candidate, reason: str) -> None:
         self._emit(Warned(step=candidate.step, message=f"{candidate} cannot be restored and is passed over: {reason}"))
 
 
-def _fit(
+def fit(
     snapshot: Snapshot,
     live: Mapping[str, Component],
     strict: bool,
@@ -234,74 +232,8 @@ def _fit(
     return problems
 
 
-def _left_out_text(step: int, what: list[str]) -> str:
+def left_out_text(step: int, what: list[str]) -> str:
+    """The warning about what a restore of `step` passes over."""
     more = [f"and {len(what) - _SHOWN} more"] if len(what) > _SHOWN else []
     listed = "".join(f"\n  - {line}" for line in what[:_SHOWN] + more)
     return f"step {step} is restored in part only, as strict=False says; left out:{listed}"
-
-
-def _no_such_step(root: str, step: int, committed: Sequence[int]) -> str:
-    there = ", ".join(map(str, sorted(set(committed)))) or "none"
-    return (
-        f"{root} holds no step {step} on the current line of training; committed there: {there} "
-        f"(`easyckpt ls {root} --all` also lists what was set aside)"
-    )
-
-
-def restore_read_only(
-    root: str,
-    state: Mapping[str, Any],
-    *,
-    step: int | None,
-    strict: bool,
-    components: Collection[str] | None,
-    naming: NamingScheme,
-) -> Restored:
-    """Restore `state` from storage without owning anything. See `easyckpt.restore`."""
-    storage = LocalStorage(root)
-    listed = _committed(storage, naming, step)
-    live = StateCapture(state).components
-    names = set(state) if components is None else components
-    manifests: dict[str, Manifest] = {}
-
-    def open_candidate(candidate: Candidate) -> Snapshot:
-        source, attempt = candidate.source, candidate.attempt
-        manifests[source] = catalog.read_manifest(storage, source)
-        # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
-        world_size = manifests[source].world_size
-        return open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
-
-    def apply(snapshot: Snapshot) -> None:
-        layout = snapshot.layout
-        apply_all(live, layout, layout.trees, snapshot.objects, snapshot.leaf, strict=strict, components=names)
-
-    def left_out(number: int, what: list[str]) -> None:
-        logger.warning(_left_out_text(number, what))
-
-    taken = restore_agreed(
-        LocalChannel(),
-        listed,
-        open_candidate,
-        lambda snapshot: _fit(snapshot, live, strict, names, left_out),
-        apply,
-        timeout=1.0,
-    )
-    if taken is None:
-        raise DamagedCheckpoint(f"{root}: nothing could be restored")
-    manifest, path = manifests[taken.source], os.path.join(storage.root, taken.source)
-    return Restored(taken.step, "storage", path, manifest.world_size, taken.timeline, dict(manifest.metrics))
-
-
-def _committed(storage: LocalStorage, naming: NamingScheme, step: int | None) -> list[Candidate]:
-    """The candidates in the root. Raises NoCheckpoint where there are none, ForeignFormat where it is no root."""
-    record = catalog.read_root(storage)
-    if record is None:
-        raise ForeignFormat(f"{storage.root} is not a checkpoint root: it has no {ROOT_FILE}")
-    found = catalog.scan(storage, naming)
-    listed = candidates(found, record, (), run=record.run, arena_id="", step=step)
-    if not listed and step is not None:
-        every = candidates(found, record, (), run=record.run, arena_id="")
-        raise NoCheckpoint(_no_such_step(storage.root, step, [candidate.step for candidate in every]))
-    if not listed:
-        raise NoCheckpoint(f"{storage.root} holds no checkpoint")
-    return listed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -121,3 +121,12 @@ def _check_run(entry: Entry, manifest: Manifest, runs: Collection[str]) -> None:
             "begin a run from another run's checkpoint, copy it into an empty root, or call easyckpt.restore(its root, "
             "state) in a new root's job."
         )
+
+
+def no_such_step(root: str, step: int, committed: Sequence[int]) -> str:
+    """The message for a `step` that was asked for and is not there; `committed` are those that are."""
+    there = ", ".join(map(str, sorted(set(committed)))) or "none"
+    return (
+        f"{root} holds no step {step} on the current line of training; committed there: {there} "
+        f"(`easyckpt ls {root} --all` also lists what was set aside)"
+    )

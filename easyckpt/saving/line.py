@@ -20,6 +20,7 @@ from easyckpt.format import layout
 from easyckpt.format.manifest import RootRecord, Timeline
 from easyckpt.saving.metrics import Metrics
 from easyckpt.storage.base import Storage
+from easyckpt.verification import verify
 
 logger = logging.getLogger("easyckpt")
 
@@ -154,7 +155,7 @@ def _tidy_attempts(
     whole = [entry for entry in leftovers if _rolls_forward(record, entry, committed)]
     newest = max(whole, key=lambda entry: (entry.step, entry.attempt or ""), default=None)
     for entry in leftovers:
-        if entry is newest and not catalog.verify(storage, entry, lambda _: busy()):
+        if entry is newest and not verify(storage, entry, lambda _: busy()):
             final = naming.committed(entry.step)
             _make_manifest_durable(storage, entry.name)
             if storage.exists(final):

@@ -1,0 +1,87 @@
+"""Restoring a state out of a root that is not owned: for evaluation beside a running job, or weights for a new run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from easyckpt import catalog
+from easyckpt.distributed.rendezvous import LocalChannel
+from easyckpt.errors import DamagedCheckpoint, ForeignFormat, NoCheckpoint
+from easyckpt.format.layout import ROOT_FILE, NamingScheme, NativeNaming
+from easyckpt.format.manifest import Manifest
+from easyckpt.loading.apply import restore_agreed
+from easyckpt.loading.loader import Restored, fit, left_out_text
+from easyckpt.loading.reader import open_storage, run_now
+from easyckpt.loading.resolve import Candidate, candidates, no_such_step
+from easyckpt.loading.snapshot import Snapshot
+from easyckpt.state.apply import apply_all
+from easyckpt.state.capture import StateCapture
+from easyckpt.storage.local import LocalStorage
+
+logger = logging.getLogger("easyckpt")
+
+
+def restore(
+    root: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    components: Collection[str] | None = None,
+) -> Restored:
+    """Restore `state` from the newest (or the given) committed step of `root`, read-only.
+
+    For evaluation beside a running job, or old weights for a new run: no lease, no shared memory, nothing on disk
+    changes, and this process's generators stay as they are. `strict` and `components` as for Checkpointer.load, but
+    that components which only the checkpoint has are never asked for. Raises what Checkpointer.load raises.
+    """
+    storage, naming = LocalStorage(os.fspath(root)), NativeNaming()
+    listed = _committed(storage, naming, step)
+    live = StateCapture(state).components
+    names = set(state) if components is None else components
+    manifests: dict[str, Manifest] = {}
+
+    def open_candidate(candidate: Candidate) -> Snapshot:
+        source, attempt = candidate.source, candidate.attempt
+        manifests[source] = catalog.read_manifest(storage, source)
+        # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
+        world_size = manifests[source].world_size
+        return open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
+
+    def apply(snapshot: Snapshot) -> None:
+        layout = snapshot.layout
+        apply_all(live, layout, layout.trees, snapshot.objects, snapshot.leaf, strict=strict, components=names)
+
+    def left_out(number: int, what: list[str]) -> None:
+        logger.warning(left_out_text(number, what))
+
+    taken = restore_agreed(
+        LocalChannel(),
+        listed,
+        open_candidate,
+        lambda snapshot: fit(snapshot, live, strict, names, left_out),
+        apply,
+        timeout=1.0,
+    )
+    if taken is None:
+        raise DamagedCheckpoint(f"{root}: nothing could be restored")
+    manifest, path = manifests[taken.source], os.path.join(storage.root, taken.source)
+    return Restored(taken.step, "storage", path, manifest.world_size, taken.timeline, dict(manifest.metrics))
+
+
+def _committed(storage: LocalStorage, naming: NamingScheme, step: int | None) -> list[Candidate]:
+    """The candidates in the root. Raises NoCheckpoint where there are none, ForeignFormat where it is no root."""
+    record = catalog.read_root(storage)
+    if record is None:
+        raise ForeignFormat(f"{storage.root} is not a checkpoint root: it has no {ROOT_FILE}")
+    found = catalog.scan(storage, naming)
+    listed = candidates(found, record, (), run=record.run, arena_id="", step=step)
+    if not listed and step is not None:
+        every = candidates(found, record, (), run=record.run, arena_id="")
+        raise NoCheckpoint(no_such_step(storage.root, step, [candidate.step for candidate in every]))
+    if not listed:
+        raise NoCheckpoint(f"{storage.root} holds no checkpoint")
+    return listed

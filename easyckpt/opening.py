@@ -1,0 +1,157 @@
+"""Opening a root: its identity, this rank's arena, and the lease, by all ranks together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from easyckpt import catalog
+from easyckpt.config import CheckpointConfig
+from easyckpt.distributed.agree import all_good, done_by_rank_0
+from easyckpt.distributed.ranks import Ranks
+from easyckpt.distributed.rendezvous import Channel, settle_locality
+from easyckpt.errors import EasyckptError, ForeignFormat
+from easyckpt.events import EventLog, Warned
+from easyckpt.format import layout
+from easyckpt.memory import budget
+from easyckpt.memory.arena import Arena
+from easyckpt.memory.owner import OwnerLock
+from easyckpt.memory.place import DEFAULT_DIRECTORY, memory_directory, user_name
+from easyckpt.saving.line import new_root
+from easyckpt.storage.lease import Lease
+from easyckpt.storage.local import LocalStorage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRoot:
+    """A root that this job owns, as one rank sees it."""
+
+    storage: LocalStorage
+    run: str
+    arena_id: str
+    incarnation: str
+    lease: Lease | None
+    """Rank 0's."""
+    arena: Arena
+
+
+def uses_cuda() -> bool:
+    """Whether this process has touched a GPU: building the model there has, before the Checkpointer is made."""
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def open_root(
+    root: str, config: CheckpointConfig, ranks: Ranks, channel: Channel, events: EventLog
+) -> tuple[OpenedRoot, Ranks]:
+    """Own `root` and this rank's arena. All ranks call it; an error of one is raised on all."""
+    storage = LocalStorage(root, direct_io=config.direct_io)
+    identity = done_by_rank_0(channel, ranks, "opening the root", lambda: _identify(storage), config.peer_timeout)
+    directory, in_memory = memory_directory(config.memory_dir)
+    if not in_memory:
+        wanted = config.memory_dir or DEFAULT_DIRECTORY
+        message = f"{wanted} cannot be used: snapshots are kept in private memory and die with the process"
+        events.emit(Warned(message=message))
+    node = f"{socket.gethostname()}/{os.stat(directory).st_dev}/{os.stat(directory).st_ino}"
+    ranks = settle_locality(ranks, channel, node, config.peer_timeout)
+    arena: Arena | None = None
+    failure: Exception | None = None
+    try:
+        arena = _own_arena(directory, in_memory, identity, ranks, config)
+    except (EasyckptError, OSError) as error:
+        failure = error
+    try:
+        all_good(channel, "owning the memory", failure, config.peer_timeout)
+        assert arena is not None
+        lease = _take_lease(storage, arena, identity, ranks=ranks, channel=channel, config=config, events=events)
+    except BaseException:
+        if arena is not None:
+            arena.close(remove=False)
+        raise
+    return OpenedRoot(storage=storage, lease=lease, arena=arena, **identity), ranks
+
+
+def _identify(storage: LocalStorage) -> dict[str, str]:
+    """Rank 0: the run's identity, written into a new root."""
+    if os.path.exists(storage.root) and not os.path.isdir(storage.root):
+        raise ForeignFormat(f"{storage.root} is a file, not a directory for checkpoints")
+    storage.makedirs(layout.EVENTS)
+    record = catalog.read_root(storage)
+    if record is None:
+        storage.link_exclusive(layout.ROOT_FILE, new_root(storage, layout.NativeNaming()).to_bytes())
+        record = catalog.read_root(storage)
+        assert record is not None
+    return {
+        "run": record.run,
+        "arena_id": layout.arena_id(record.run, os.path.realpath(storage.root)),
+        "incarnation": secrets.token_hex(4),
+    }
+
+
+def _own_arena(
+    directory: str, in_memory: bool, identity: Mapping[str, str], ranks: Ranks, config: CheckpointConfig
+) -> Arena:
+    """The arena of this rank, with what dead processes have left in it."""
+    user, arena_id = user_name(), identity["arena_id"]
+    with budget.node_lock(directory, user):
+        share = _budget_share(directory, user, arena_id, ranks) if in_memory else 0
+    arena = Arena(
+        directory,
+        user,
+        arena_id,
+        ranks.rank,
+        config.slots,
+        run=identity["run"],
+        incarnation=identity["incarnation"],
+        budget_bytes=share,
+        pin=uses_cuda(),
+    )
+    try:
+        for view in arena.adopt():
+            view.close()
+    except BaseException:
+        arena.close(remove=False)
+        raise
+    return arena
+
+
+def _budget_share(directory: str, user: str, arena_id: str, ranks: Ranks) -> int:
+    """Bytes of shared memory for this rank; what this arena's ranks hold already counts as theirs."""
+    usable = budget.available(directory).usable + budget.held_bytes(directory, user, arena_id)
+    return usable // ranks.local_world_size
+
+
+def _take_lease(
+    storage: LocalStorage,
+    arena: Arena,
+    identity: Mapping[str, str],
+    *,
+    ranks: Ranks,
+    channel: Channel,
+    config: CheckpointConfig,
+    events: EventLog,
+) -> Lease | None:
+    """The right to write the root, which rank 0 takes for all."""
+    owner = layout.owner_file(arena.user, arena.arena_id, arena.rank)
+    lease = Lease(
+        storage,
+        root_lock_path=os.path.join(arena.directory, owner),
+        incarnation=identity["incarnation"],
+        run=identity["run"],
+        timeout=config.lease_timeout,
+        is_free=OwnerLock.is_free,
+    )
+
+    def take() -> None:
+        lease.acquire(lambda message: events.emit(Warned(message=message)))
+
+    try:
+        done_by_rank_0(channel, ranks, "taking the lease", take, config.peer_timeout + 2 * config.lease_timeout)
+    except BaseException:
+        lease.release()  # it was taken where only another rank has failed
+        raise
+    return lease if ranks.rank == 0 else None
