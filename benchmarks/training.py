@@ -27,7 +27,7 @@ from torch import nn
 from benchmarks import common
 
 EVERY, BLOCK, ROUNDS = 5, 10, 8
-WIDTH, LAYERS, CALIBRATION_BATCH = 1024, 28, 256
+WIDTH, LAYERS = 1024, 28
 KEPT = 2
 
 
@@ -187,10 +187,14 @@ def run(batch: int, root: str) -> dict[str, Any]:
     return {"rounds": rounds, "state_bytes": training.state_bytes, "first": ours.first, "counts": ours.counts}
 
 
-def calibrate() -> dict[str, Any]:
-    """Seconds of a step."""
-    training = Training(CALIBRATION_BATCH)
-    return {"step": common.median([common.timed(training.step) for _ in range(8)][2:])}
+def calibrate(target: float = 1.0) -> dict[str, Any]:
+    """The batch with which a step takes about `target` seconds (the optimizer's part of it does not grow)."""
+    batch = 64
+    for _ in range(4):
+        training = Training(batch)
+        seconds = common.median([common.timed(training.step) for _ in range(6)][1:])
+        batch = max(1, round(batch * target / seconds))
+    return {"batch": batch}
 
 
 def main() -> None:
@@ -201,10 +205,9 @@ def main() -> None:
     if arguments.root is not None:
         print(json.dumps(run(arguments.batch, arguments.root) if arguments.batch else calibrate()))
         return
-    step = common.child("benchmarks.training", "--root=")["step"]
+    batch = common.child("benchmarks.training", "--root=")["batch"]
     root = tempfile.mkdtemp(prefix="easyckpt-bench-")
     try:
-        batch = round(CALIBRATION_BATCH / step)  # steps of about a second
         report(common.child("benchmarks.training", f"--root={root}", f"--batch={batch}"))
     finally:
         shutil.rmtree(root)

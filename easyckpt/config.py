@@ -74,7 +74,7 @@ class CheckpointConfig:
     """What happens when no slot is free or a flush is still running: skip (counted), or hold the training up."""
 
     peer_timeout: float = 300.0
-    """Seconds that one rank waits for another outside of a commit."""
+    """Seconds without a sign of life that one rank waits for another outside of a commit."""
 
     commit_timeout: float = 600.0
     """Seconds from the announcement of an attempt until it is committed or abandoned."""
