@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -503,6 +504,58 @@ def test_without_memory_for_one_snapshot_due_saves_wait_and_are_durable(root, mo
     with again.checkpointer:
         assert (restored.step, restored.tier) == (6, "storage")
         assert torch.equal(again.weights(), training.weights())
+
+
+def test_a_save_of_the_live_state_that_is_interrupted_is_not_committed_with_a_later_state(root, tmp_path, monkeypatch):
+    from easyckpt.memory.arena import Arena
+
+    monkeypatch.setattr(Arena, "count", property(lambda self: 0))
+    hold = tmp_path / "hold"
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        training.step()
+
+        def interrupt():
+            until(hold.exists)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        failpoints.arm(f"writer.shard.begin=hold:{hold}")
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(1)
+        thread.join()
+        training.step()
+        hold.with_suffix(".go").touch()
+        with pytest.raises(easyckpt.SaveFailed, match="step 1 is not lent any more"):
+            checkpointer.wait(60)
+        assert committed(root) == []
+        checkpointer.save(2, wait=True)
+    assert committed(root) == [2]
+
+
+def test_a_close_that_is_interrupted_lends_nothing_any_more(root, monkeypatch):
+    from easyckpt.memory.arena import Arena
+
+    training, _ = start(root)
+    checkpointer = training.checkpointer
+    with monkeypatch.context() as patched:
+        patched.setattr(Arena, "acquire", lambda *arguments: None)
+        training.to(1)
+    coordinator = checkpointer._parts.coordinator
+    close, lent = coordinator.close, []
+
+    def interrupted(timeout):
+        lent.append(coordinator._thread.live)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(coordinator, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer._saver.close(60)
+    assert not lent[0].still_sealed()
+    assert coordinator._thread.live is None
+    monkeypatch.setattr(coordinator, "close", close)
+    checkpointer.close()
 
 
 @pytest.mark.parametrize("then", ["nothing", "a draw"])

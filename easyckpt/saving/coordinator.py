@@ -62,7 +62,9 @@ class Coordinator:
 
     def offer(self, live: LiveSnapshot | None) -> None:
         """The training thread waits and lends its live state as the snapshot of its step; None: it goes on."""
-        self._thread.live = live
+        lent, self._thread.live = self._thread.live, live
+        if lent is not None:
+            lent.withdraw()
         self._thread.wake.set()
 
     def due(self, step: int, *, forced: bool) -> Future[int]:

@@ -6,17 +6,23 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from easyckpt.errors import SaveFailed
 from easyckpt.memory.slot import SlotMeta
 from easyckpt.state.capture import Capture
 from easyckpt.storage.base import Buffer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LiveSnapshot:
-    """Looks to the writer like a sealed slot. Good only as long as nobody changes the state."""
+    """Looks to the writer like a sealed slot. Good only until it is withdrawn, before anybody changes the state."""
 
     meta: SlotMeta
     capture: Capture
+    _withdrawn: bool = False
+
+    def withdraw(self) -> None:
+        """Training goes on, perhaps since an interrupt ended its waiting: what is read from now on counts for nothing."""
+        self._withdrawn = True
 
     @property
     def static(self) -> bytes:
@@ -29,8 +35,8 @@ class LiveSnapshot:
         return self.capture.objects
 
     def still_sealed(self) -> bool:
-        """Training waits for as long as it lends its state."""
-        return True
+        """Whether training still waits."""
+        return not self._withdrawn
 
     def body(self, nbytes: int) -> Iterator[Buffer]:
         """The first `nbytes` of the image, a tensor at a time."""
@@ -53,6 +59,8 @@ class LiveSnapshot:
         return b""
 
     def _bytes_of(self, number: int) -> Buffer:
+        if self._withdrawn:
+            raise SaveFailed(f"the live state of step {self.meta.step} is not lent any more: its save was interrupted")
         leaf, source = self.capture.layout.leaves[number], self.capture.sources[number].detach()
         if number in self.capture.strided:
             dense = source.to("cpu", copy=True).contiguous().resolve_conj().resolve_neg()

@@ -160,12 +160,14 @@ class Saver:
             self._make_up,
             lambda: self._parts.coordinator.close(max(0.0, deadline - time.monotonic())),
         )
-        for action in actions:
-            try:
-                action()
-            except EasyckptError as error:
-                failures.append(error)
-        self._parts.coordinator.offer(None)
+        try:
+            for action in actions:
+                try:
+                    action()
+                except EasyckptError as error:
+                    failures.append(error)
+        finally:
+            self._parts.coordinator.offer(None)
         if failures:
             raise failures[0]
 
