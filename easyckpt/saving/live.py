@@ -21,7 +21,7 @@ class LiveSnapshot:
     _withdrawn: bool = False
 
     def withdraw(self) -> None:
-        """Training goes on, perhaps since an interrupt ended its waiting: what is read from now on counts for nothing."""
+        """Training goes on, perhaps since an interrupt has ended its waiting: what is read from now on is of no use."""
         self._withdrawn = True
 
     @property
