@@ -609,6 +609,23 @@ def test_metrics_stay_beside_the_checkpoints_and_are_cut_on_resume(root):
     assert [line["step"] for line in lines] == list(range(1, 11))
 
 
+def test_metrics_of_every_step_are_kept_whether_or_not_it_is_saved(root):
+    training, _ = start(root, save_mem_interval=4, save_storage_interval=8)
+
+    def logged(first, last):
+        for number in range(first, last + 1):
+            training.step()
+            training.checkpointer.log(at=number)
+            training.checkpointer.save_if_needed(number)
+
+    with training.checkpointer as checkpointer:
+        logged(1, 11)
+        assert checkpointer.load(step=8).metrics == {"at": 8}
+        logged(9, 14)  # what was logged for 9 to 11 before belongs to a line that was left
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["at"]) for line in lines] == [(number, number) for number in range(1, 15)]
+
+
 def test_metrics_that_wait_for_storage_are_cut_with_the_rest(root, tmp_path):
     training, _ = start(root)
     with training.checkpointer as checkpointer:

@@ -40,6 +40,8 @@ class Metrics:
         self._queue: collections.deque[tuple[int, float, dict[str, Any]]] = collections.deque()
         self._writing = threading.Lock()
         """Guards the file, `_lines`, and what is taken out of the queue."""
+        self._early: collections.deque[tuple[int, float, dict[str, Any]]] | None = None
+        """What belongs to a line of training that is not opened yet; None: one is open."""
         self._lines: list[tuple[int, bytes]] = []
         self._lost = self._told_lost = 0
         self.latest: dict[str, float] = {}
@@ -65,10 +67,15 @@ class Metrics:
             return
         values, self._pending = self._pending, {}
         self.latest = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        if self._writes and len(self._queue) < QUEUE_LIMIT:
-            self._queue.append((step, time.time(), values))
+        queue = self._queue if self._early is None else self._early
+        if self._writes and len(queue) < QUEUE_LIMIT:
+            queue.append((step, time.time(), values))
         elif self._writes:
             self._lost += 1
+
+    def hold_back(self) -> None:
+        """Training goes on from another state: what is taken from now on is written once its line is open (`cut`)."""
+        self._early = collections.deque()
 
     def write(self, storage: Storage) -> None:
         """Append what was taken to the metrics file. What storage refuses is kept for the next time."""
@@ -86,14 +93,18 @@ class Metrics:
     @property
     def unwritten(self) -> int:
         """Lines that were taken and are not in the file."""
-        return len(self._queue) + len(self._lines)
+        return len(self._queue) + len(self._lines) + len(self._early or ())
 
     def cut(self, storage: Storage, step: int) -> None:
-        """Drop lines of steps past `step`, written or not (and a last line that a crash left half-written)."""
+        """A line of training begins at `step`: drop what others have left past it, written or not (and a last line that
+        a crash left half-written).
+        """
         with self._writing:
             self._lines = [entry for entry in self._lines if entry[0] <= step]
             self._queue = collections.deque(entry for entry in self._queue if entry[0] <= step)
             _cut_file(storage, step)
+            self._queue.extend(self._early or ())
+            self._early = None
 
     def state_dict(self) -> dict[str, Any]:
         """For the snapshot."""

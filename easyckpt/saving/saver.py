@@ -67,6 +67,7 @@ class Saver:
         self._staged = -1
         self._slots = Slots(parts.arena, parts.coordinator.ledger, parts.config)
         self._catch_up = CatchUp(parts.capture, parts.stager)
+        parts.metrics.hold_back()
 
     @property
     def identity(self) -> SnapshotIdentity | None:
@@ -76,11 +77,13 @@ class Saver:
     def go_on_from(self, origin: Origin, *, adopted: tuple[str, int] | None, committed: int) -> None:
         """The state was restored (or found missing): the next save opens a new line from there."""
         self._origin, self._identity, self._staged = origin, None, -1
+        self._parts.metrics.hold_back()
         self._catch_up.forget()
         self._parts.coordinator.begin_line(None, committed=committed, adopted=adopted)
 
     def came_to(self, step: int) -> None:
         """The training loop has handed over `step`, whether or not a snapshot of it is to be taken."""
+        self._parts.metrics.take(step)
         self._catch_up.came_to(step)
         self._parts.coordinator.came_to(step)
 
@@ -96,7 +99,6 @@ class Saver:
                 self._save_live(step, forced=False)
             else:
                 begun = time.perf_counter()
-                self._parts.metrics.take(step)
                 self._skip(step, self._parts.capture.capture(), NO_MEMORY, begun)
             return
         overlap = not (due and self._parts.coordinator.ledger.blocking)
@@ -106,6 +108,7 @@ class Saver:
 
     def save(self, step: int) -> Future[int]:
         """Take the snapshot of `step` for certain and have it flushed; resolves when durable on all ranks."""
+        self._parts.metrics.take(step)
         self._ready_line()
         # The snapshot that save_if_needed has just taken of this very step: no optimizer step belongs in between.
         self._parts.stager.end_window("wait" if step == self._staged else "save")
@@ -127,7 +130,6 @@ class Saver:
         """
         assert self._identity is not None
         self._want(step)
-        self._parts.metrics.take(step)
         coordinator = self._parts.coordinator
         capture = self._parts.capture.capture()
         coordinator.offer(LiveSnapshot(self._identity.meta(step, capture.layout), capture))
@@ -236,7 +238,6 @@ class Saver:
         """Take the snapshot of `step`; False where it was skipped."""
         assert self._identity is not None
         begun = time.perf_counter()
-        self._parts.metrics.take(step)
         capture = self._parts.capture.capture()
         self._warn_of_slow_components(capture)
         self._warn_of_accumulation(step)
