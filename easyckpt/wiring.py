@@ -59,13 +59,16 @@ def committed_by(storage: LocalStorage, naming: layout.NamingScheme) -> Callable
 
 
 def dead_peers(arena: Arena, ranks: Ranks) -> list[int]:
-    """Ranks of this node whose processes have certainly ended: nobody holds their arena's lock."""
+    """Ranks of this node whose processes have certainly ended: nobody holds their arena's lock any more.
+
+    Of a rank on another node nothing is known: what it has left here from an earlier start says nothing about it.
+    """
 
     def has_died(rank: int) -> bool:
         owner = layout.owner_file(arena.user, arena.arena_id, rank)
         return OwnerLock.is_free(os.path.join(arena.directory, owner)) is True
 
-    return [rank for rank in range(ranks.world_size) if rank != ranks.rank and has_died(rank)]
+    return [rank for rank in ranks.neighbours if has_died(rank)]
 
 
 def join(

@@ -17,12 +17,14 @@ from support.staged import until
 from support.tmpfs import tmpfs
 
 from easyckpt import failpoints
+from easyckpt.distributed.ranks import Ranks
 from easyckpt.errors import RootInUse, StorageError, UsageError
 from easyckpt.format import layout
 from easyckpt.memory.arena import Arena, OwnerLock, find_slots
 from easyckpt.memory.header import HEADER_BYTES, SlotMeta
 from easyckpt.memory.private_slot import PrivateSlot
 from easyckpt.memory.slot import Slot
+from easyckpt.wiring import dead_peers
 
 __all__ = ["tmpfs"]
 
@@ -893,3 +895,16 @@ def test_pinning_that_fails_is_a_warning(directory, arenas, monkeypatch, caplog)
     arena = prepared(arenas(directory, 2, pin=True))
     assert arena.count == 2
     assert caplog.text.count("locked memory is short") == 1
+
+
+def test_only_ranks_that_share_this_memory_can_be_found_dead_in_it(memory_dir):
+    """What an earlier start has left here of a rank that runs on another node now says nothing about that one."""
+    arena_id = layout.arena_id("0" * 32, "/run")
+    arena = Arena(str(memory_dir), "u", arena_id, 0, 1, run="0" * 32, incarnation="1" * 8, budget_bytes=1 << 20)
+    for rank in (1, 3):
+        left = OwnerLock(os.path.join(memory_dir, layout.owner_file("u", arena_id, rank)))
+        assert left.try_acquire()
+        left.release()
+    ranks = Ranks(0, 4, 0, 2, neighbours=(1,))
+    assert dead_peers(arena, ranks) == [1]
+    arena.close(remove=True)

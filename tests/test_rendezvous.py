@@ -282,9 +282,9 @@ def test_locality_is_counted_by_what_is_shared(job):
     def work(ranks):
         channel, _mailbox = connect(ranks, "a", LIMIT)
         settled = settle_locality(ranks, channel, "node b" if ranks.rank == 1 else "node a", LIMIT)
-        return settled.local_rank, settled.local_world_size
+        return settled.local_rank, settled.local_world_size, settled.neighbours
 
-    assert job(work) == [(0, 2), (0, 1), (1, 2)]
+    assert job(work) == [(0, 2, (2,)), (0, 1, ()), (1, 2, (0,))]
 
 
 def test_a_single_process_meets_nobody():

@@ -23,6 +23,8 @@ class Ranks:
     local_world_size: int
     group: Any = field(default=None, compare=False, repr=False)
     """The process group; None for a single process."""
+    neighbours: tuple[int, ...] = ()
+    """The other ranks that share this node's memory, once `rendezvous.settle_locality` has found them."""
 
     @property
     def alone(self) -> bool:

@@ -135,14 +135,15 @@ class _Meeting:
 
 
 def settle_locality(ranks: Ranks, channel: Channel, node: str, timeout: float) -> Ranks:
-    """`ranks` with the true local_rank and local_world_size, agreed by all ranks.
+    """`ranks` with the true local_rank, local_world_size and neighbours, agreed by all ranks.
 
     `node` is any text that two ranks have in common exactly when they share memory: host name, boot id and the
     device number of the memory directory (two containers of one host have different ones).
     """
     nodes = channel.exchange("node", node, timeout)
     here = [rank for rank, other in enumerate(nodes) if other == node]
-    return replace(ranks, local_rank=here.index(ranks.rank), local_world_size=len(here))
+    local_rank, neighbours = here.index(ranks.rank), tuple(rank for rank in here if rank != ranks.rank)
+    return replace(ranks, local_rank=local_rank, local_world_size=len(here), neighbours=neighbours)
 
 
 def _place_of(group: Any, purpose: str) -> str:
