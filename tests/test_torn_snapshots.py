@@ -16,7 +16,9 @@ import torch
 from support.staged import Rig, rig_of, stands_in, until  # noqa: F401 - rig_of is a fixture
 from torch import nn
 
+from easyckpt.memory.slot import Slot
 from easyckpt.saving import staging
+from easyckpt.saving.copying import CpuCopier, LiveLeaves
 
 WIDTH = 128
 FEW_STEPS = 3
@@ -541,6 +543,58 @@ def test_one_of_two_optimizers_has_no_hooks(rig_of: Callable[..., Rig]) -> None:
     rig.end()
     assert rig.sealed == list(range(1, 7))
     assert not rig.discarded
+    assert overlapped(rig, 8)
+
+
+class AsOnAGpu(CpuCopier):
+    """Nobody can look without waiting whether a leaf was written to before the step."""
+
+    def differing(self, live: LiveLeaves, slot: Slot) -> list[int]:
+        return []
+
+
+def test_one_of_two_optimizers_has_no_hooks_and_nobody_can_look(rig_of: Callable[..., Rig]) -> None:
+    job, quiet = Job(), Job()
+    quiet.optimizer.step = lambda: _step_without_hooks(quiet)  # type: ignore[method-assign]
+    rig = rig_of({**job.state, "quiet": quiet.model, "quiet opt": quiet.optimizer}, copier=AsOnAGpu())
+    for number in range(1, 7):
+        with rig.holding() as gate:
+            rig.save(number)
+            if rig.window_step is not None:
+                gate.reached()
+            quiet.optimizer.step()
+            gate.release()
+            job.step()
+    rig.end()
+    assert rig.sealed == list(range(1, 7))
+    assert not rig.discarded
+    assert overlapped(rig, 8)
+
+
+def test_an_optimizer_whose_step_becomes_a_cuda_graph(rig_of: Callable[..., Rig], monkeypatch: Any) -> None:
+    """Its hook fires while the step is captured and writes nothing, and never when the graph is replayed."""
+    job, graphed = Job(), Job()
+    rig = rig_of({**job.state, "graphed": graphed.model, "graphed opt": graphed.optimizer}, copier=AsOnAGpu())
+
+    def both() -> None:
+        job.step()
+        graphed.step()
+
+    number = settle(rig, both)
+    with monkeypatch.context() as capturing:
+        capturing.setattr(staging, "_is_being_captured", lambda: True)
+        rig.save(number)
+        rig.stager._before_step(graphed.optimizer, (), {})
+    for again in range(number + 1, number + 5):
+        _step_without_hooks(graphed)
+        job.step()
+        with rig.holding() as gate:
+            rig.save(again)
+            gate.reached()
+            _step_without_hooks(graphed)
+    rig.end()
+    assert list(rig.discarded) == [number]
+    assert "CUDA graph" in rig.discarded[number]
     assert overlapped(rig, 8)
 
 

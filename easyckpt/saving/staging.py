@@ -88,8 +88,8 @@ class Stager:
         """Snapshots whose bytes may still be on their way (on a GPU the host runs ahead of them)."""
         self._leaves = LateLeaves(copier)
         self._lock = threading.Lock()
-        self._fired = False
-        self._trusted = False
+        self._fired: set[int] = set()
+        """Optimizers of the state (by id) whose steps were seen since the last save."""
         self._hits = self._misses = 0
         self._pid = os.getpid()
         self.blocked_in_hook = 0.0
@@ -106,7 +106,7 @@ class Stager:
         assert self._window is None
         begun = time.perf_counter()
         late = self.late(capture) if overlap else NOTHING_LATE
-        self._fired = False
+        self._fired = set()
         slot.begin()
         try:
             job = self._copier.start(capture, slot, late)
@@ -147,7 +147,7 @@ class Stager:
 
     def late(self, capture: Capture) -> list[int]:
         """The leaves that may be read until the next optimizer step; the same list while nothing changes."""
-        return self._leaves.of(capture) if self._overlap and self._trusted else NOTHING_LATE
+        return self._leaves.of(capture) if self._overlap else NOTHING_LATE
 
     def in_background(self, job: Callable[[], Result]) -> Future[Result]:
         """Have `job` run on the copying thread; see Copier.submit."""
@@ -162,10 +162,14 @@ class Stager:
         """Runs before every optimizer step of the process: no step may write what is still being copied."""
         if os.getpid() != self._pid:
             return
+        if _is_being_captured():
+            self._see_a_capture(optimizer)
+            return
         begun = time.perf_counter()
         with self._lock:
             self.steps_seen += 1
-            self._fired = self._fired or id(optimizer) in self._optimizers
+            if id(optimizer) in self._optimizers:
+                self._fired.add(id(optimizer))
             window = self._window
             if window is not None:
                 window.job.wait_before_step()
@@ -177,8 +181,16 @@ class Stager:
             self._emit(Warned(message=f"{listed(written)} changed {reason}"))
         self.blocked_in_hook += time.perf_counter() - begun
 
+    def _see_a_capture(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing steps now: a CUDA graph is recorded. It will be replayed at any time, and no hook will fire."""
+        with self._lock:
+            if id(optimizer) in self._optimizers:
+                self._leaves.never_trust(id(optimizer))
+                if self._window is not None:
+                    self._window.doubt = "an optimizer's step was captured into a CUDA graph; its state is copied early"
+
     def _saw_a_step(self) -> None:
-        self._trusted = True
+        self._leaves.trust(self._fired)
         self._hits += 1
         if self._hits >= FORGIVEN_AFTER:
             self._hits = self._misses = 0
@@ -188,7 +200,9 @@ class Stager:
         with window.ended_if_interrupted():
             self._window = None
             written = window.job.written_to()
-            if written:
+            if window.doubt:
+                self._discard(window, window.doubt)
+            elif written:
                 found = names(window.layout, written)
                 self._leaves.never_again(found)
                 self._discard(window, f"{listed(found)} changed outside of an optimizer step; copied early from now on")
@@ -235,3 +249,8 @@ class Stager:
         self._emit(SnapshotDiscarded(step=meta.step, reason=reason, bytes=meta.image_bytes, seconds=seconds))
         self._on_discarded(meta.step, window.slot, reason)
         window.over.set()
+
+
+def _is_being_captured() -> bool:
+    """Whether what runs on the GPU now is only recorded."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

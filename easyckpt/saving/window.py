@@ -28,6 +28,8 @@ class Window:
     objects: bytes
     job: CopyJob
     begun: float
+    doubt: str = ""
+    """Why nobody can tell when a leaf that is copied late is written."""
     over: threading.Event = field(default_factory=threading.Event)
 
     @contextlib.contextmanager
@@ -44,13 +46,16 @@ class LateLeaves:
     """Which leaves may be copied during the next forward and backward.
 
     A leaf has to prove itself: it was copied early, and at the next optimizer step it was still what the copy is.
-    One that was written to outside of an optimizer step is copied early for good.
+    One that was written to outside of an optimizer step is copied early for good. Each optimizer has to prove itself as
+    well: its steps were seen. Of one that steps unseen (as a CUDA graph) nobody knows when it writes.
     """
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
         self._proven: set[str] = set()
         self._torn: set[str] = set()
+        self._seen: set[int] = set()
+        self._unseen: set[int] = set()
         self._known: tuple[object, list[int], list[int]] = (None, NOTHING_LATE, NOTHING_LATE)
         self._trial: tuple[LiveLeaves, Slot] | None = None
 
@@ -82,6 +87,17 @@ class LateLeaves:
         self.never_again(found)
         return found
 
+    def trust(self, optimizers: set[int]) -> None:
+        """Steps of these optimizers (by id) were seen between two saves."""
+        if not optimizers <= self._seen:
+            self._seen |= optimizers
+            self._known = (None, NOTHING_LATE, NOTHING_LATE)
+
+    def never_trust(self, optimizer: int) -> None:
+        """Its steps are going to happen unseen."""
+        self._unseen.add(optimizer)
+        self._known = (None, NOTHING_LATE, NOTHING_LATE)
+
     def never_again(self, found: Iterable[str]) -> None:
         """Copy these leaves early from now on."""
         self._torn.update(found)
@@ -91,9 +107,12 @@ class LateLeaves:
         if self._known[0] is not capture.late:
             late: list[int] = []
             unknown: list[int] = []
+            trusted = self._seen - self._unseen
             for number, name in zip(capture.late, names(capture.layout, capture.late), strict=True):
-                if name not in self._torn:
-                    (late if name in self._proven else unknown).append(number)
+                if name not in self._torn and name not in self._proven:
+                    unknown.append(number)
+                elif name not in self._torn and capture.steppers[number] <= trusted:
+                    late.append(number)
             self._known = (capture.late, late or NOTHING_LATE, unknown)
         return self._known[1], self._known[2]
 

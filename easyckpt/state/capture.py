@@ -41,6 +41,8 @@ class Capture:
     objects: bytes
     #: Leaves that nothing but an optimizer's step writes: they may be copied during the next forward and backward.
     late: list[int]
+    #: Of each of them: the optimizers (by id) whose steps write it.
+    steppers: dict[int, frozenset[int]]
     #: All others.
     early: list[int]
     #: Early leaves that are no dense block: they are stored in their logical order and need an element-wise copy.
@@ -119,6 +121,7 @@ class StateCapture:
             pointers=list(facts.pick(pointers)),
             objects=b'{"trees":{%b}}' % b",".join(objects),
             late=facts.late,
+            steppers=facts.steppers,
             early=facts.early,
             strided=facts.strided,
             slow=slow,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ class Facts:
     #: From all tensors in order to one per leaf.
     pick: Pick
     late: list[int]
+    #: Of each late leaf: the optimizers (by id) whose steps write it.
+    steppers: dict[int, frozenset[int]]
     early: list[int]
     strided: frozenset[int]
     #: Of the references of components that are not firm, counted from the first: those whose pointer must stay.
@@ -64,7 +67,8 @@ class _Reference:
     tensor: torch.Tensor
     key: TieKey
     replicated: bool
-    optimizer_state: bool
+    state_of: frozenset[int]
+    """The optimizers (by id) whose state it is."""
     pointer: int
 
 
@@ -99,6 +103,7 @@ def describe(components: Sequence[Component], parts: Sequence[Part], world_size:
         trees={component.name: trees[component.name] for component in components},
         pick=picker(picks),
         late=sorted(late),
+        steppers=late,
         early=[leaf for leaf in range(len(picks)) if leaf not in late],
         strided=frozenset(leaf for leaf, found in enumerate(orders) if found is None),
         pinned=_pinned(numbers, firm_count, late),
@@ -114,13 +119,14 @@ def _replicated(components: Sequence[Component]) -> set[TieKey]:
 def _references(component: Component, part: Part, replicated: set[TieKey]) -> tuple[list[_Reference], Json]:
     paths, static = component.describe(part)
     everywhere = component.replicated_refs(part, replicated) if replicated else set()
+    optimizers = frozenset(map(id, component.optimizers())) if part.optimizer_state else frozenset()
     return [
         _Reference(
             path,
             tensor,
             tie_key(tensor),
             number in everywhere,
-            number < part.optimizer_state,
+            optimizers if number < part.optimizer_state else frozenset(),
             require_memory(tensor, path),
         )
         for number, (path, tensor) in enumerate(zip(paths, part.tensors, strict=True))
@@ -149,28 +155,31 @@ def _late(
     numbers: list[int],
     picks: list[int],
     orders: list[tuple[int, ...] | None],
-) -> set[int]:
-    """Leaves that only an optimizer's step writes, as far as can be told: none of their memory is another leaf's."""
+) -> dict[int, frozenset[int]]:
+    """Leaves that only optimizers' steps write, as far as can be told, and those optimizers (by id).
+
+    None of their memory is another leaf's.
+    """
     known = {id(reference.tensor): reference.key for reference in references}
-    keys = {
-        known.get(id(tensor)) or tie_key(tensor)
-        for component in components
-        for optimizer in component.optimizers()
-        for tensor in stepped(optimizer)
-    }
-    state = {leaf for reference, leaf in zip(references, numbers, strict=True) if reference.optimizer_state}
-    late, shared = set(), set()
+    steppers: defaultdict[TieKey, set[int]] = defaultdict(set)
+    for component in components:
+        for optimizer in component.optimizers():
+            for tensor in stepped(optimizer):
+                steppers[known.get(id(tensor)) or tie_key(tensor)].add(id(optimizer))
+    for reference, leaf in zip(references, numbers, strict=True):
+        if reference.state_of:
+            steppers[references[picks[leaf]].key] |= reference.state_of
+    late, shared = {}, set()
     for leaf, position in enumerate(picks):
         reference = references[position]
-        written_by_step = reference.key in keys or leaf in state
-        if written_by_step and orders[leaf] is not None and not reference.tensor.is_inference():
-            late.add(leaf)
+        if reference.key in steppers and orders[leaf] is not None and not reference.tensor.is_inference():
+            late[leaf] = frozenset(steppers[reference.key])
         else:
             shared.add(storage_key(reference.tensor))
-    return {leaf for leaf in late if storage_key(references[picks[leaf]].tensor) not in shared}
+    return {leaf: ids for leaf, ids in late.items() if storage_key(references[picks[leaf]].tensor) not in shared}
 
 
-def _pinned(numbers: list[int], firm_count: int, late: set[int]) -> list[int]:
+def _pinned(numbers: list[int], firm_count: int, late: Container[int]) -> list[int]:
     firm = set(numbers[:firm_count])
     return [number for number, leaf in enumerate(numbers[firm_count:]) if leaf in firm or leaf in late]
 
