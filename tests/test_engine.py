@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from torch import nn
 
 import easyckpt
 from easyckpt import Checkpointer, failpoints
+from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.staging import Stager
 from tests.support.staged import until
@@ -442,6 +444,20 @@ def test_a_snapshot_that_is_gone_when_it_is_to_be_committed_costs_that_one_commi
         assert not list(root.glob(".step-*"))
         training.step()
         assert checkpointer.save(2).result(60) == 2
+
+
+def test_a_flush_of_a_line_that_training_has_left_gets_no_state_of_the_new_one(root):
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        training.to(3)
+        checkpointer.save(3, wait=True)
+        thread = checkpointer._parts.coordinator._thread
+        flush = Flush(attempt="late", step=3, due=None, share=True, line=thread._ledger.post.line)
+        assert thread._view(flush).meta.step == 3
+        checkpointer.load(step=3)
+        training.to(5, 3)
+        with pytest.raises(easyckpt.SaveFailed, match="left the line"):
+            thread._view(dataclasses.replace(flush, step=5))
 
 
 def test_an_error_after_the_rename_is_not_called_failed(root):

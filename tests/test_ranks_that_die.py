@@ -338,6 +338,19 @@ def test_the_newest_snapshot_that_one_rank_lacks_is_restored_by_none(paths, stra
     assert goes_on(root, notes, 2, 7, straight_directory) == (7, "memory")
 
 
+def test_replicas_that_have_drifted_apart_are_kept_as_they_are_with_a_warning(paths, memory_dir):
+    root, notes = paths
+    drift = ["--drift-at=3", "--mischief-rank=1", "--save-at=6"]
+    first = jobs.run(root, notes, *drift, steps=6, ranks=2, settings=SETTINGS)
+    assert first.digest[0] != first.digest[1]
+    again = jobs.run(root, notes, steps=6, ranks=2, settings=SETTINGS)
+    assert again.first("tier") == ["storage"] * 2
+    assert again.digest == first.digest
+    warned = [[event["message"] for event in events(root, rank, "Warned")] for rank in range(2)]
+    assert sum("should be the same on all ranks" in message for message in warned[0]) == 1
+    assert not any("should be the same on all ranks" in message for message in warned[1])
+
+
 def test_a_rank_whose_storage_is_slow_is_waited_for_as_long_as_it_gets_on(paths, memory_dir, tmp_path):
     """Longer than peer_timeout: for its part at the load, and for what rank 0 rolls forward before the first save."""
     root, notes = paths

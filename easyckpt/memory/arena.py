@@ -184,12 +184,15 @@ class Arena:
 
     def drop(self, predicate: Callable[[SlotMeta], bool]) -> list[SlotMeta]:
         """Give up every sealed snapshot for which `predicate` holds; returns them. Not while one is written."""
-        dropped = []
-        for slot in self._all():
-            meta = slot.meta
-            if meta is not None and predicate(meta):
-                dropped.append(meta)
-                slot.clear()
+        dropped: list[SlotMeta] = []
+        if self._inert():
+            return dropped
+        with self._state:  # between the two halves of a clear the supply could take the slot for idle, and close it
+            for slot in self._all():
+                meta = slot.meta
+                if meta is not None and predicate(meta):
+                    dropped.append(meta)
+                    slot.clear()
         return dropped
 
     def look_after(self) -> None:

@@ -78,7 +78,12 @@ class CoordinatorThread:
         self._published: Board | None = None
         self._jobs: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = []
         self._participant = Participant(
-            parts.flusher, view_of=self._view, watch=self._watch, report=self._report, emit=parts.emit
+            parts.flusher,
+            view_of=self._view,
+            watch=self._watch,
+            report=self._report,
+            emit=parts.emit,
+            leads=self._leads,
         )
         self._left = False
         self._beat_seconds = parts.config.peer_timeout / BEATS_IN_PEER_TIMEOUT
@@ -141,8 +146,10 @@ class CoordinatorThread:
         live, sealed = self.live, self._ledger.on_line(self._parts.arena.sealed())
         return sealed if live is None else [*sealed, live.meta]
 
-    def _view(self, step: int) -> SnapshotBytes:
-        live = self.live
+    def _view(self, flush: Flush) -> SnapshotBytes:
+        step, live = flush.step, self.live
+        if flush.line != self._ledger.post.line:  # the same number is another state there
+            raise SaveFailed(f"training has gone back meanwhile, and left the line that step {step} lies on")
         if live is not None and live.meta.step == step:
             return live
         for meta in self._ledger.on_line(self._parts.arena.sealed()):
@@ -180,7 +187,7 @@ class CoordinatorThread:
         flusher, view = self._parts.flusher, None
         if work.kind == "commit":
             try:
-                view = self._view(work.flush.step)
+                view = self._view(work.flush)
             except EasyckptError as error:
                 work = replace(work, kind="clean up", flush=replace(work.flush, abandoned=str(error)))
         future = flusher.clean_up(work) if view is None else flusher.commit(work, view)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from easyckpt.errors import EasyckptError
-from easyckpt.events import Event, FlushBegun
+from easyckpt.events import Event, FlushBegun, Warned
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.messages import Flush, Report
 from easyckpt.saving.writer import SnapshotBytes
@@ -24,13 +24,15 @@ class Participant:
         self,
         flusher: Flusher,
         *,
-        view_of: Callable[[int], SnapshotBytes],
+        view_of: Callable[[Flush], SnapshotBytes],
         watch: Watch,
         report: Callable[[Report], None],
         emit: Callable[[Event], None],
+        leads: bool,
     ) -> None:
         self._flusher, self._view_of, self._watch = flusher, view_of, watch
-        self._report, self._emit = report, emit
+        self._report, self._emit, self._leads = report, emit, leads
+        self._warned_of_unequal = False
         self.attempt: str | None = None
         """The attempt that this rank takes part in."""
         self._abandoned = threading.Event()
@@ -44,6 +46,7 @@ class Participant:
         if flush.attempt != self.attempt:
             self.attempt, self._abandoned, self._stages = flush.attempt, threading.Event(), set()
             self._working = False
+        self._warn_of_unequal(flush)
         stage: Literal["digest", "files"] = "digest" if flush.share is None else "files"
         if flush.abandoned is not None:
             self._abandoned.set()
@@ -52,6 +55,16 @@ class Participant:
         elif stage not in self._stages:
             self._stages.add(stage)
             self._begin(flush, stage)
+
+    def _warn_of_unequal(self, flush: Flush) -> None:
+        if flush.share is False and self._leads and not self._warned_of_unequal:
+            self._warned_of_unequal = True
+            message = (
+                f"step {flush.step}: what should be the same on all ranks (parameters of a DDP module, their optimizer "
+                "state) is not: each rank's own is stored from now on. Replicas that have drifted apart do not train "
+                "as one; look for a rank that changes them by itself"
+            )
+            self._emit(Warned(step=flush.step, message=message))
 
     def end(self) -> None:
         """The flush has been decided."""
@@ -64,7 +77,7 @@ class Participant:
 
     def _begin(self, flush: Flush, stage: Literal["digest", "files"]) -> None:
         try:
-            view = self._view_of(flush.step)
+            view = self._view_of(flush)
         except EasyckptError as error:
             self._say_begun(flush, 0)
             self._report(Report(attempt=flush.attempt, error=str(error)))

@@ -52,6 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-settle", action="store_true")
     parser.add_argument("--mischief-rank", type=int, help="what follows happens on this rank only")
     parser.add_argument("--tear-at", type=int, default=-1, help="write to a parameter while its snapshot is taken")
+    parser.add_argument("--drift-at", type=int, default=-1, help="change a parameter before this step is saved")
     parser.add_argument("--skip-at", type=int, default=-1, help="there is no free slot for this step")
     parser.add_argument("--grow-at", type=int, default=-1, help="the state grows in this step, and memory cannot")
     parser.add_argument("--grows", choices=sorted(GROWTH), help="what grows, on all ranks")
@@ -269,6 +270,8 @@ def main() -> None:
                 if number == args.grow_at:
                     GROWTH[args.grows](progress)
                     failpoints.arm(NO_ROOM if mischief else "")
+                if mischief and number == args.drift_at:
+                    next(net.parameters()).data.mul_(1.5)
                 time.sleep(args.lag if mischief else 0.0)
                 notes.write(finished=number, loss=loss.hex(), time=time.time())
                 checkpointer.log(loss=loss)
