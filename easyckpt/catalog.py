@@ -108,7 +108,13 @@ def read_root(storage: Storage) -> RootRecord | None:
     try:
         return RootRecord.from_bytes(data)
     except EasyckptError as error:
-        raise type(error)(f"{storage.root}/{layout.ROOT_FILE}: {error}") from error
+        advice = (
+            f". The checkpoints beside it may be whole (`easyckpt verify {storage.root}` tells): move this file away, "
+            "and a new run goes on from the newest of them"
+            if isinstance(error, DamagedCheckpoint)
+            else ""
+        )
+        raise type(error)(f"{storage.root}/{layout.ROOT_FILE}: {error}{advice}") from error
 
 
 def write_root(storage: Storage, record: RootRecord) -> None:

@@ -144,3 +144,17 @@ def test_a_copied_root_goes_on_as_the_same_run_and_shares_no_memory(tmp_path):
     with easyckpt.Checkpointer(old, {"model": torch.nn.Linear(2, 2)}) as checkpointer:
         restored = checkpointer.load()
     assert (restored.step, restored.tier) == (5, "memory")
+
+
+def test_a_root_whose_own_record_is_damaged_says_how_to_go_on_and_does(tmp_path):
+    root = tmp_path / "run"
+    train(root, 6)
+    path = root / layout.ROOT_FILE
+    path.write_bytes(path.read_bytes()[:-20])
+    before = sorted(root.rglob("*"))
+    with pytest.raises(easyckpt.DamagedCheckpoint, match="move this file away"):
+        train(root, 8)
+    assert sorted(root.rglob("*")) == before
+    path.rename(tmp_path / "damaged")
+    assert train(root, 8).step == 6
+    assert committed(root) == [2, 4, 6, 8]
