@@ -158,3 +158,18 @@ def test_a_root_whose_own_record_is_damaged_says_how_to_go_on_and_does(tmp_path)
     path.rename(tmp_path / "damaged")
     assert train(root, 8).step == 6
     assert committed(root) == [2, 4, 6, 8]
+
+
+def test_a_root_that_was_moved_says_what_stays_behind_in_memory(tmp_path, caplog):
+    old, new = tmp_path / "old", tmp_path / "new"
+    train(old, 4)
+    assert subprocess.run([sys.executable, "-c", DIES, str(old)], check=False).returncode == -signal.SIGKILL
+    old.rename(new)
+    with easyckpt.Checkpointer(new, {"model": torch.nn.Linear(2, 2)}, **LEASE) as checkpointer:
+        assert checkpointer.load().step == 4
+    assert "snapshots of this run up to step 5" in caplog.text
+    new.rename(old)
+    caplog.clear()
+    with easyckpt.Checkpointer(old, {"model": torch.nn.Linear(2, 2)}, **LEASE) as checkpointer:
+        assert checkpointer.load().step == 5
+    assert "another path" not in caplog.text

@@ -44,6 +44,7 @@ def find_slots(directory: str, user: str | None) -> list[tuple[str, SlotMeta | s
 def take_over(directory: str, user: str, identity: tuple[str, str, int]) -> Found:
     """Open every slot of `identity` (run, arena id, rank). The caller holds the arena's owner lock."""
     found = Found()
+    elsewhere: dict[int, str] = {}
     for path in _slot_paths(directory, None):
         # Another rank's slot is in use by its owner: it is judged by its header alone, and never touched.
         mine = layout.is_slot_file(os.path.basename(path), user, *identity[1:])
@@ -55,6 +56,8 @@ def take_over(directory: str, user: str, identity: tuple[str, str, int]) -> Foun
                 if mine:
                     found.reserved.add(path)
                     _log.warning("%s: left alone: it holds a snapshot of another run (%s)", path, meta.run)
+                elif (meta.run, meta.rank) == (identity[0], identity[2]):
+                    elsewhere[meta.step] = path
                 continue
             found.slots.append(Slot.open(path))
         except FileNotFoundError:
@@ -67,6 +70,14 @@ def take_over(directory: str, user: str, identity: tuple[str, str, int]) -> Foun
                 found.reserved.add(path)
             if mine or isinstance(error, OSError):
                 _log.warning("a snapshot slot is ignored: %s", error)
+    if elsewhere:
+        step = max(elsewhere)
+        _log.warning(
+            "shared memory holds snapshots of this run up to step %d (%s) that were taken when its root had another "
+            "path: they are left alone, since a copy may be going on there. Move the root back to go on from them",
+            step,
+            elsewhere[step],
+        )
     return found
 
 
