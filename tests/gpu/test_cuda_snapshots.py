@@ -161,6 +161,33 @@ def test_a_write_outside_of_a_step_is_discarded(rig_of: Callable[..., GpuRig]) -
     assert 5 not in rig.sealed
 
 
+def test_an_optimizer_whose_step_becomes_a_graph(rig_of: Callable[..., GpuRig]) -> None:
+    """Its hook fires while the graph is captured, in the middle of a window, and never when it is replayed."""
+    job, graphed = Job(fused=True), Job(capturable=True, foreach=True)
+    rig = rig_of({**job.state, "graphed": graphed.model, "graphed opt": graphed.optimizer})
+
+    def both() -> None:
+        job.step()
+        graphed.step()
+
+    _train(rig, both, 4)
+    both()
+    torch.cuda.synchronize()
+    rig.save(5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.optimizer.step()
+    for number in range(6, 14):
+        graph.replay()
+        job.step()
+        rig.save(number)
+    job.step()
+    rig.end()
+    assert "CUDA graph" in rig.discarded[5]
+    assert list(rig.discarded) == [5]
+    assert len(rig.sealed) >= 4
+
+
 def test_a_save_takes_no_gpu_memory(memory_dir: Path, tmp_path: Path) -> None:
     job = Job(fused=True)
     job.step()
