@@ -89,6 +89,34 @@ def test_snapshots_that_another_rank_has_passed_without_are_useless():
     assert (group.board.floor, group.board.useless) == (8, ())
 
 
+def test_a_floor_that_a_rank_with_a_single_slot_has_written_over_is_not_flushed():
+    group = Group(2)
+    group.seal(4)
+    group.tell(0, sealed=(4,), step=8, missing=(7,), due=(7,))
+    group.tell(1, sealed=(7,), step=8, due=(7,))
+    group.leader.add_due(Due(7, False))
+    assert group.turn().flush is None
+    assert group.outcomes() == [(7, 7, "skipped")]
+
+
+@pytest.mark.parametrize(("step", "outcome"), [(4, "skipped"), (7, "failed")], ids=["floor", "due"])
+def test_a_snapshot_that_is_lost_before_its_flush_is_a_skip_where_nobody_has_held_it(step, outcome):
+    """A rank holds what is due, so that its loss is a failure; the floor, only where it has more than one slot."""
+    group = Group(2)
+    group.seal(4)
+    group.tell(0, sealed=(4,) if step == 4 else (7,), step=8, missing=(7,) if step == 4 else (), due=(7,))
+    group.tell(1, sealed=(4, 7), step=8, due=(7,))
+    group.leader.add_due(Due(7, False))
+    flush = group.turn().flush
+    assert (flush.step, flush.due) == (step, 7)
+    group.tell(0, report=Report(attempt=flush.attempt, error="rank 0 holds it no more", lost=True))
+    group.tell(1, report=Report(attempt=flush.attempt, digest="same"))
+    group.turn()
+    group.turn()
+    group.finish()
+    assert group.outcomes() == [(7, step, outcome)]
+
+
 @pytest.mark.parametrize("slots", [2, 3, 4])
 def test_ranks_that_skip_different_steps_never_block_each_other(slots):
     """Two ranks with few slots, each skipping when none is free by the reuse rule: the floor goes on rising."""

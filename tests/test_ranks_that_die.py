@@ -338,6 +338,14 @@ def test_the_newest_snapshot_that_one_rank_lacks_is_restored_by_none(paths, stra
     assert goes_on(root, notes, 2, 7, straight_directory) == (7, "memory")
 
 
+def test_ranks_with_a_single_slot_each_skip_and_are_not_killed(paths):
+    root, notes = paths
+    settings = SETTINGS | UNHURRIED | {"slots": 1, "save_storage_interval": 7}
+    job = jobs.run(root, notes, "--width=300", steps=150, ranks=2, settings=settings)
+    assert job.last("counts")[0].get("FlushFailed", 0) == 0
+    assert committed(root)[-1] == 150
+
+
 def test_replicas_that_have_drifted_apart_are_kept_as_they_are_with_a_warning(paths, memory_dir):
     root, notes = paths
     drift = ["--drift-at=3", "--mischief-rank=1", "--save-at=6"]

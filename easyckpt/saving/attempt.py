@@ -27,6 +27,8 @@ class Attempt:
         self._commit_timeout, self._give_up_timeout = commit_timeout, give_up_timeout
         self._deadline = now + commit_timeout
         self._working = False
+        self.lost = False
+        """A rank does not hold the snapshot any more."""
 
     def advance(self, posts: Sequence[Post | None], now: float) -> Work | None:
         """Take in what the ranks report; returns the work that ends this attempt, once."""
@@ -36,6 +38,7 @@ class Attempt:
         silent = [rank for rank, report in enumerate(reports) if report is None or self._lacks_an_answer(report)]
         if self.flush.abandoned is not None:
             return self._begin("clean up", {}) if not silent or now > self._deadline else None
+        self.lost = self.lost or any(report.lost for report in reports if report)
         errors = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report and report.error]
         if errors:
             self._abandon("; ".join(errors), now)

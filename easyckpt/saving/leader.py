@@ -49,6 +49,8 @@ class Leader:
         self.committed = -1
         self.share: bool | None = True if world_size == 1 else None
         self.floor = -1
+        self._whole = -1
+        """The floor, if every rank still holds it: one with a single slot writes over it."""
         self._useless: tuple[int, ...] = ()
         self._without_memory = False
         self._line = 0
@@ -123,9 +125,10 @@ class Leader:
         flush = work.flush
         assert self._active is not None
         assert self._active.flush.attempt == flush.attempt
+        lost = self._active.lost and flush.step != flush.due  # what is due is held
         self._active = None
         if work.kind == "clean up":
-            self._decide(flush, "failed", reason=flush.abandoned or "abandoned")
+            self._decide(flush, "skipped" if lost else "failed", reason=flush.abandoned or "abandoned")
         elif reason is None:
             self.committed = max(self.committed, flush.step) if flush.line == self._line else self.committed
             self._decide(flush, "committed", nbytes=nbytes, seconds=seconds)
@@ -135,9 +138,11 @@ class Leader:
             self._failed_floor = flush.step  # tried once for a signal or the end of the job: not again and again
 
     def _update_floor(self, known: list[Post], everyone: bool) -> None:
+        self._whole = -1
         if everyone:
             common = set(known[0].sealed).intersection(*(post.sealed for post in known[1:]))
             self.floor = max(self.floor, max(common, default=-1))
+            self._whole = self.floor if self.floor in common else -1
             above = {step for post in known for step in post.sealed if step > self.floor}
             self._useless = tuple(sorted(step for step in above if any(_passed_without(post, step) for post in known)))
 
@@ -150,8 +155,8 @@ class Leader:
             lacking = [rank for rank, post in without.items() if post is not None and due.step in post.missing]
             if not without:
                 self._start(due.step, due.step, now)
-            elif lacking and everyone and self.floor > self.committed and not due.forced:
-                self._start(self.floor, due.step, now)
+            elif lacking and self._whole > self.committed and not due.forced:
+                self._start(self._whole, due.step, now)
             elif lacking:
                 ranks = ", ".join(map(str, lacking))
                 reason = f"rank {ranks} holds no whole snapshot of step {due.step}"
@@ -167,7 +172,7 @@ class Leader:
             if self._active is not None:
                 self._dues.popleft()
         if self._active is None and self._wants_floor(known, everyone):
-            self._start(self.floor, None, now)
+            self._start(self._whole, None, now)
 
     def _is_late(self, rank: int, due: Due, now: float) -> bool:
         """Whether a rank without the snapshot of `due` is to be waited for no longer.
@@ -194,7 +199,7 @@ class Leader:
         return self._emergency_floor <= max(self.committed, self._failed_floor)
 
     def _floor_is_settled(self) -> bool:
-        return self.floor <= max(self.committed, self._failed_floor)
+        return self._whole <= max(self.committed, self._failed_floor)
 
     def _start(self, step: int, due: int | None, now: float) -> None:
         self._attempts += 1

@@ -20,6 +20,8 @@ class Report:
     files: dict[str, tuple[int, str]] | None = None
     """Name -> (size in bytes, digest) of what this rank wrote and fsynced."""
     error: str | None = None
+    lost: bool = False
+    """The error is that this rank does not hold the snapshot any more, which one with a single slot may not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,7 @@ class Participant:
             view = self._view_of(flush)
         except EasyckptError as error:
             self._say_begun(flush, 0)
-            self._report(Report(attempt=flush.attempt, error=str(error)))
+            self._report(Report(attempt=flush.attempt, error=str(error), lost=True))
             return
         self._say_begun(flush, view.meta.image_bytes)
         digest = stage == "digest"
