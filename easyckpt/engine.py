@@ -23,6 +23,7 @@ from easyckpt.distributed.ranks import Ranks
 from easyckpt.errors import EasyckptError, PartlyApplied, StepError, UsageError
 from easyckpt.events import EventLog, Stats, Warned
 from easyckpt.events import Restored as RestoredEvent
+from easyckpt.format.layout import MAX_STEP
 from easyckpt.loading.loader import Outcome, Restored
 from easyckpt.saving.line import Origin
 from easyckpt.saving.metrics import COMPONENT as METRICS
@@ -318,6 +319,8 @@ class Checkpointer:
             raise UsageError(f"saving is refused, the state is only partly restored: {self._broken}")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise StepError(f"step must be the number of finished steps (0, 1, 2, ...), not {step!r}")
+        if step > MAX_STEP:
+            raise StepError(f"step must be the number of finished steps, at most {MAX_STEP}; this is no such number")
         if step < self._step:
             raise StepError(
                 f"step {step} comes after step {self._step}, which was saved or restored before: start the loop at "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -93,7 +94,7 @@ class EventLog:
     ) -> None:
         self._rank = rank
         self._sink = sink
-        self._path = log_file_path
+        self._path = None if log_file_path is None else os.path.abspath(log_file_path)
         self._limit = queue_limit
         self._queue: collections.deque[Event] = collections.deque()
         self._lines: collections.deque[str] = collections.deque(maxlen=queue_limit)

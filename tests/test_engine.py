@@ -17,6 +17,7 @@ from torch import nn
 
 import easyckpt
 from easyckpt import Checkpointer, failpoints
+from easyckpt.loading import read_only
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.staging import Stager
@@ -175,11 +176,29 @@ def test_step_zero_can_be_saved(root):
         assert (restored.step, restored.tier) == (0, "storage")
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, True, "3", None])
+@pytest.mark.parametrize("step", [-1, 1.0, True, "3", None, 10**18, 2**64])
 def test_a_step_is_a_number_of_finished_steps(root, step):
     training, _ = start(root)
-    with training.checkpointer as checkpointer, pytest.raises(easyckpt.StepError):
-        checkpointer.save_if_needed(step)
+    with training.checkpointer as checkpointer:
+        for call in (checkpointer.save_if_needed, checkpointer.save):
+            with pytest.raises(easyckpt.StepError):
+                call(step)
+
+
+def test_a_program_may_change_its_directory(tmp_path, monkeypatch):
+    before, after = tmp_path / "before", tmp_path / "after"
+    for path in (before / "memory", after):
+        path.mkdir(parents=True)
+    monkeypatch.chdir(before)
+    training = Training("run", memory_dir="memory", log_file_path="log")
+    monkeypatch.chdir(after)
+    with training.checkpointer as checkpointer:
+        checkpointer.load()
+        training.to(12)
+    assert committed(before / "run") == [10, 12]
+    assert not list((before / "memory").glob("*.[0-9]*"))
+    assert not list(after.iterdir())
+    assert checkpointer.stats().counts.get("SnapshotSkipped", 0) == 0
 
 
 def test_steps_go_backwards_only_by_a_load(root):
@@ -869,6 +888,32 @@ def test_restore_is_read_only_and_works_beside_a_running_job(root):
         assert torch.equal(other.weight, at_ten)
         assert torch.equal(torch.get_rng_state(), generator)
         assert sorted(str(path) for path in root.rglob("*") if path.suffix != ".jsonl") == before
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_restore_looks_again_when_what_it_reads_is_rotated_away(root, monkeypatch, times):
+    training, _ = start(root, max_ckpt_num=1)
+    open_storage, went_on = read_only.open_storage, []
+
+    def rotated_away(*arguments, **options):
+        if len(went_on) < times:
+            went_on.append(10 * len(went_on) + 20)
+            training.to(went_on[-1], went_on[-1] - 10)
+            checkpointer.wait(60)
+            until(lambda: committed(root) == [went_on[-1]])
+        return open_storage(*arguments, **options)
+
+    with training.checkpointer as checkpointer:
+        training.to(10)
+        checkpointer.wait(60)
+        monkeypatch.setattr(read_only, "open_storage", rotated_away)
+        other = nn.Linear(16, 16)
+        if times == 1:
+            assert easyckpt.restore(root, {"model": other}).step == 20
+            assert torch.equal(other.weight, training.weights())
+        else:
+            with pytest.raises(easyckpt.StorageError, match="rotated away"):
+                easyckpt.restore(root, {"model": other})
 
 
 def test_nothing_is_applied_when_the_objects_do_not_fit(root):

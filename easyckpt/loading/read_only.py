@@ -9,7 +9,7 @@ from typing import Any
 
 from easyckpt import catalog
 from easyckpt.distributed.rendezvous import LocalChannel
-from easyckpt.errors import DamagedCheckpoint, ForeignFormat, NoCheckpoint
+from easyckpt.errors import DamagedCheckpoint, EasyckptError, ForeignFormat, NoCheckpoint, StorageError
 from easyckpt.format.layout import ROOT_FILE, NamingScheme, NativeNaming
 from easyckpt.format.manifest import Manifest
 from easyckpt.loading.apply import restore_agreed
@@ -22,6 +22,13 @@ from easyckpt.state.capture import StateCapture
 from easyckpt.storage.local import LocalStorage
 
 logger = logging.getLogger("easyckpt")
+
+#: Looks at a root whose checkpoints go away while they are read.
+_TRIES = 10
+
+
+class _Moved(Exception):
+    """A checkpoint of the listing is not there any more: an attempt was renamed, or a checkpoint rotated away."""
 
 
 def restore(
@@ -38,18 +45,42 @@ def restore(
     changes, and this process's generators stay as they are. `strict` and `components` as for Checkpointer.load, but
     that components which only the checkpoint has are never asked for. Raises what Checkpointer.load raises.
     """
-    storage, naming = LocalStorage(os.fspath(root)), NativeNaming()
-    listed = _committed(storage, naming, step)
+    storage = LocalStorage(os.fspath(root))
+    for _ in range(_TRIES):
+        try:
+            return _restore(storage, state, step=step, strict=strict, components=components)
+        except _Moved as moved:
+            logger.info("%s was renamed or rotated away by the running job: looking again", moved)
+    raise StorageError(
+        f"{storage.root}: checkpoints were rotated away {_TRIES} times while they were read: raise the job's "
+        "max_ckpt_num, or pin or copy the one to be read"
+    )
+
+
+def _restore(
+    storage: LocalStorage,
+    state: Mapping[str, Any],
+    *,
+    step: int | None,
+    strict: bool,
+    components: Collection[str] | None,
+) -> Restored:
+    listed = _committed(storage, NativeNaming(), step)
     live = StateCapture(state).components
     names = set(state) if components is None else components
     manifests: dict[str, Manifest] = {}
 
     def open_candidate(candidate: Candidate) -> Snapshot:
         source, attempt = candidate.source, candidate.attempt
-        manifests[source] = catalog.read_manifest(storage, source)
-        # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
-        world_size = manifests[source].world_size
-        return open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
+        try:
+            manifests[source] = catalog.read_manifest(storage, source)
+            # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
+            world_size = manifests[source].world_size
+            return open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
+        except (EasyckptError, OSError):
+            if not storage.exists(source):
+                raise _Moved(source) from None
+            raise
 
     def apply(snapshot: Snapshot) -> None:
         layout = snapshot.layout
@@ -67,7 +98,7 @@ def restore(
         timeout=1.0,
     )
     if taken is None:
-        raise DamagedCheckpoint(f"{root}: nothing could be restored")
+        raise DamagedCheckpoint(f"{storage.root}: nothing could be restored")
     manifest, path = manifests[taken.source], os.path.join(storage.root, taken.source)
     return Restored(taken.step, "storage", path, manifest.world_size, taken.timeline, dict(manifest.metrics))
 

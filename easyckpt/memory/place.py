@@ -14,7 +14,7 @@ def memory_directory(wanted: str | None) -> tuple[str, bool]:
 
     Where it cannot be used, a directory for the owner's lock alone: snapshots then go to private memory.
     """
-    directory = wanted or DEFAULT_DIRECTORY
+    directory = os.path.abspath(wanted or DEFAULT_DIRECTORY)  # the program may change its working directory
     if os.path.isdir(directory) and os.access(directory, os.W_OK | os.X_OK):
         return directory, True
     return tempfile.gettempdir(), False

@@ -25,7 +25,7 @@ class Slots:
     def __init__(self, arena: Arena, ledger: Ledger, config: CheckpointConfig) -> None:
         self._arena, self._ledger, self._config = arena, ledger, config
         self._first = True
-        self._failure = ""
+        self._failure = self._told = ""
 
     def acquire(self, step: int, capture: Capture, timeline: str, *, deadline: float | None = None) -> Slot | None:
         """A slot for the snapshot of `step`, made or grown in the background where none is large enough.
@@ -60,7 +60,9 @@ class Slots:
         except StorageError as error:
             # Not raised: this is one rank, and the others would wait for it in their next collective.
             self._failure = str(error)
-            logger.warning("no slot for the snapshot of step %d: %s", step, error)
+            if self._failure != self._told:
+                self._told = self._failure
+                logger.warning("no slot for the snapshot of step %d (nor later, until that changes): %s", step, error)
             return None
 
     def _reserve(self, capture: Capture) -> None:
