@@ -116,6 +116,10 @@ class Coordinator:
             raise PeerTimeout(board.close_error)
         if board.not_durable:
             raise SaveFailed(board.not_durable)
+        if not board.closed:
+            raise SaveFailed(
+                f"rank {self._ranks.rank}: the coordinator thread has ended before the job's end was agreed"
+            )
 
     def abort(self, timeout: float) -> bool:
         """Start nothing new; wait for what runs. False when it did not end in time."""

@@ -109,7 +109,8 @@ class CoordinatorThread:
         except Exception as error:
             logger.exception("the coordinator thread has failed")
             self._lost(SaveFailed(f"rank {self._parts.ranks.rank}: the coordinator thread has failed: {error!r}"))
-        self.alarms.end()
+        finally:
+            self.alarms.end()
 
     def _turn(self) -> bool:
         """One round of listening and speaking; returns whether anything moved."""
@@ -267,17 +268,16 @@ class CoordinatorThread:
         """The other ranks cannot be reached any more. What was under way may have become durable: look."""
         flush = self.board.flush
         outcome: EasyckptError = error
-        if flush is not None:
-            try:
-                committed = self._look(flush)
-            except (EasyckptError, OSError) as problem:
-                outcome = OutcomeUnknown(f"step {flush.step}: {error}; looking into the root failed too: {problem}")
-            else:
-                if committed:
-                    self._ledger.found_committed(flush)
-                else:
-                    outcome = OutcomeUnknown(f"step {flush.step}: {error}; it is not committed so far")
-        self._ledger.end_all(outcome)
+        try:
+            if flush is not None and self._look(flush):
+                self._ledger.found_committed(flush)
+            elif flush is not None:
+                outcome = OutcomeUnknown(f"step {flush.step}: {error}; it is not committed so far")
+        except Exception as problem:  # noqa: BLE001 - whatever it is (no thread starts while Python ends): all must end
+            step = "" if flush is None else f"step {flush.step}: "
+            outcome = OutcomeUnknown(f"{step}{error}; looking into the root failed too: {problem}")
+        finally:
+            self._ledger.end_all(outcome)
 
     def _look(self, flush: Flush) -> bool:
         """Whether `flush` is committed, as the root says; a storage that hangs is not waited for for ever."""
