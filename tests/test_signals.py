@@ -266,3 +266,70 @@ settle(60)
     (committed,) = root.glob("step-*")
     events = [json.loads(line) for line in (root / "events/rank-00000.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "FlushCommitted"] == [int(committed.name[5:])]
+
+
+@pytest.mark.parametrize("before", ["nothing", "asyncio"])
+def test_what_has_the_number_of_a_descriptor_next_is_written_to_by_no_signal(root, before):
+    """Only the main thread can tell Python where to write signals to; what closes elsewhere must leave it open."""
+    body = f"""
+import asyncio, tempfile, threading
+asked = []
+loop = asyncio.new_event_loop()
+if {before == "asyncio"}:
+    loop.add_signal_handler(signal.SIGUSR1, lambda: (asked.append("asked"), loop.stop()))
+    loop.call_later(100, loop.stop)
+else:
+    signal.signal(signal.SIGUSR1, lambda *_: asked.append("asked"))
+checkpointer = make()
+numbers = (checkpointer._signals._read_fd, checkpointer._signals._write_fd)
+thread = threading.Thread(target=checkpointer.close)
+thread.start()
+thread.join()
+files = [tempfile.TemporaryFile(buffering=0) for _ in range(50)]
+for file in files:
+    file.write(b"precious")
+os.kill(os.getpid(), signal.SIGUSR1)
+if {before == "asyncio"}:
+    loop.run_forever()
+print(asked, {{os.pread(file.fileno(), 100, 0) for file in files}})
+for file in files:
+    file.close()
+open_before = len(os.listdir("/proc/self/fd"))
+for _ in range(3):
+    sys.argv[1] += "-again"
+    again = make()
+    thread = threading.Thread(target=again.close)
+    thread.start()
+    thread.join()
+print(len(os.listdir("/proc/self/fd")) - open_before)
+sys.argv[1] += "-again"
+make().close()
+print(len(os.listdir("/proc/self/fd")) - open_before)
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+    assert run(root, body) == (0, "['asked'] {b'precious'}\n0\n-2\nTrue\n")
+
+
+@pytest.mark.parametrize("first", ["upper", "lower"])
+@pytest.mark.parametrize("then", ["thread", "main"])
+def test_checkpointers_that_end_on_other_threads_leave_what_they_found(root, first, then):
+    body = f"""
+import threading
+before = signal.getsignal(signal.SIGTERM)
+lower = make()
+sys.argv[1] += "-2"
+upper = make()
+one, other = (upper, lower) if {first == "upper"} else (lower, upper)
+thread = threading.Thread(target=one.close)
+thread.start()
+thread.join()
+if {then == "thread"}:
+    thread = threading.Thread(target=other.close)
+    thread.start()
+    thread.join()
+    sys.argv[1] += "-3"
+    other = make()
+other.close()
+print(signal.getsignal(signal.SIGTERM) is before, signal.set_wakeup_fd(-1))
+"""
+    assert run(root, body) == (0, "True -1\n")
