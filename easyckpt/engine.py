@@ -27,6 +27,7 @@ from easyckpt.loading.loader import Outcome, Restored
 from easyckpt.saving.line import Origin
 from easyckpt.saving.metrics import COMPONENT as METRICS
 from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.reentry import guarded
 from easyckpt.saving.saver import Saver
 from easyckpt.settings import Settings, shows_settings
 from easyckpt.state.capture import StateCapture
@@ -53,6 +54,9 @@ class Checkpointer:
         config: path of a YAML file with settings, or a mapping of them.
         process_group: the ranks that save together; the default group where one is initialised.
         settings: every field of CheckpointConfig, by name.
+
+    A signal handler may look at `preempted` and `stats()`. Whatever else it calls raises UsageError where it interrupts
+    another call, or the hook before an optimizer step: set a flag there, and save in the training loop.
 
     Raises ConfigError for a wrong setting, UnsupportedValue for a state that cannot be kept exactly, RootInUse when
     another job owns the root, UsageError for WORLD_SIZE > 1 without a process group.
@@ -117,6 +121,7 @@ class Checkpointer:
         self._housekeeper = wiring.keep_house(self._parts, self._opened)
         undo.callback(self._housekeeper.stop, FAREWELL_SECONDS)
         self._saver, self._loader = Saver(self._parts), wiring.make_loader(self._parts)
+        self._inside = self._parts.stager.inside
         self._step = -1
         self._generators: Any = None
         self._broken: EasyckptError | None = None
@@ -124,6 +129,7 @@ class Checkpointer:
         self._watches_preempted = False
         self._signals = wiring.watch_signals(self._parts, self._housekeeper, lambda: self._watches_preempted)
 
+    @guarded
     def load(
         self, *, step: int | None = None, strict: bool = True, components: Collection[str] | None = None
     ) -> Restored:
@@ -174,6 +180,7 @@ class Checkpointer:
         if restored.tier is None and self._ranks.rank == 0:
             self._events.emit(Warned(message=f"nothing to restore in {self._opened.storage.root}: starting at step 0"))
 
+    @guarded
     def save_if_needed(self, step: int) -> None:
         """Snapshot and flush as the intervals say. `step` is the number of finished steps, the same on all ranks.
 
@@ -193,6 +200,7 @@ class Checkpointer:
         hook, stager.blocked_in_hook = stager.blocked_in_hook, 0.0
         self._events.blocked(time.perf_counter() - begun + hook)
 
+    @guarded
     def save(self, step: int, *, wait: bool = False) -> Future[int]:
         """Save `step` for certain: waits for a slot, never skips.
 
@@ -221,6 +229,7 @@ class Checkpointer:
         if not self._inert():
             self._metrics.log(metrics)
 
+    @guarded
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every flush so far has ended; raises what went wrong, TimeoutError after `timeout` seconds."""
         self._check_open()
@@ -239,6 +248,7 @@ class Checkpointer:
         self._watches_preempted = True
         return self._parts.coordinator.preempted(self._step)
 
+    @guarded
     def close(self) -> None:
         """Commit the newest snapshot and let go of everything. Raises what is not durable, whatever the policy."""
         if self._inert() or self._closed:
@@ -255,6 +265,7 @@ class Checkpointer:
         if failure is not None:
             raise failure
 
+    @guarded
     def abandon(self) -> None:
         """End after an exception: start nothing new, drain for a bounded time, keep what is in memory."""
         if self._inert() or self._closed:

@@ -333,3 +333,91 @@ other.close()
 print(signal.getsignal(signal.SIGTERM) is before, signal.set_wakeup_fd(-1))
 """
     assert run(root, body) == (0, "True -1\n")
+
+
+INTERRUPTED = {
+    "the hook waits for a copy": "hold()\nstep()",
+    "a save waits for a copy": "hold()\ncheckpointer.save_if_needed(5)",
+    "a lock of the coordinator's is held": (
+        "interrupt(checkpointer._parts.coordinator.ledger._leader, 'add_due')\ncheckpointer.save(4)"
+    ),
+    "the lock of the counters is held": "interrupt(checkpointer._events, '_count_reason')\ncheckpointer.save(5)",
+    "a load applies": "interrupt(checkpointer._loader, 'load')\ncheckpointer.load()",
+    "the job closes": "interrupt(checkpointer._saver, 'close')\ncheckpointer.close()",
+}
+
+
+@pytest.mark.parametrize("place", INTERRUPTED)
+def test_a_handler_that_calls_in_while_its_thread_is_inside_is_told_so_and_does_not_hang(root, place):
+    """Taking SIGUSR1 for a wish to save is usual, and the handler runs wherever the main thread is."""
+    body = f"""
+import faulthandler, threading
+from easyckpt import failpoints
+faulthandler.dump_traceback_later(60, exit=True)
+model = nn.Linear(256, 256)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = easyckpt.Checkpointer(sys.argv[1], {{"model": model, "optimizer": optimizer}})
+checkpointer.load()
+refused, held = [], sys.argv[1] + ".held"
+main = threading.main_thread().ident
+
+def step():
+    model(torch.randn(2, 256)).sum().backward()
+    optimizer.step()
+
+def handler(*_):
+    calls = {{
+        "save_if_needed": lambda: checkpointer.save_if_needed(9),
+        "save": lambda: checkpointer.save(9),
+        "load": checkpointer.load,
+        "wait": checkpointer.wait,
+        "close": checkpointer.close,
+        "abandon": checkpointer.abandon,
+    }}
+    if {"hold" in INTERRUPTED[place]}:
+        calls["step"] = optimizer.step
+    for name, call in calls.items():
+        try:
+            call()
+        except easyckpt.UsageError as error:
+            assert "Set a flag in the handler" in str(error)
+            refused.append(name)
+    got.append((checkpointer.preempted, checkpointer.stats().counts["SnapshotBegun"] > 0))
+    open(held + ".go", "w")
+
+def interrupt(owner, name):
+    original = getattr(owner, name)
+    def interrupted(*arguments, **named):
+        setattr(owner, name, original)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return original(*arguments, **named)
+    setattr(owner, name, interrupted)
+
+def waits():
+    frame = sys._current_frames()[main]
+    return frame.f_code.co_name == "wait" and os.path.exists(held)
+
+def send():
+    while not waits():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+def hold():
+    threading.Thread(target=send).start()
+
+signal.signal(signal.SIGUSR1, handler)
+for number in range(1, 5):
+    step()
+    if number == 4 and {"hold" in INTERRUPTED[place]}:
+        failpoints.arm(f"staging.copy=hold:{{held}}")
+    checkpointer.save_if_needed(number)
+exec({INTERRUPTED[place]!r})
+print(*refused, *got)
+if {place != "the job closes"}:
+    step()
+    checkpointer.save(6)
+    checkpointer.close()
+"""
+    refused = "save_if_needed save load wait close abandon" + " step" * ("hold" in INTERRUPTED[place])
+    assert run(root, body) == (0, f"{refused} (False, True)\n")
+    assert (root / ("step-00000004" if place == "the job closes" else "step-00000006")).is_dir()
