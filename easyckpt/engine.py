@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -39,7 +39,7 @@ logger = logging.getLogger("easyckpt")
 DATA = "easyckpt.data"
 #: Seconds that background threads get to write out logs and let go at the end.
 FAREWELL_SECONDS = 10.0
-#: Seconds that logs get before a signal takes its effect.
+#: Seconds that the coordinator's thread gets to end after that.
 LAST_WORDS_SECONDS = 1.0
 
 
@@ -126,6 +126,7 @@ class Checkpointer:
         self._generators: Any = None
         self._broken: EasyckptError | None = None
         self._closed = False
+        self._undurable: EasyckptError | None = None
         self._watches_preempted = False
         self._signals = wiring.watch_signals(self._parts, self._housekeeper, lambda: self._watches_preempted)
 
@@ -250,20 +251,38 @@ class Checkpointer:
 
     @guarded
     def close(self) -> None:
-        """Commit the newest snapshot and let go of everything. Raises what is not durable, whatever the policy."""
-        if self._inert() or self._closed:
+        """Commit the newest snapshot and let go of everything. Raises what is not durable, whatever the policy.
+
+        Interrupted (by Ctrl-C) it ends as after an exception; called again, it raises if that lost the newest step.
+        """
+        if self._inert():
             return
-        self._closed = True
-        failure: EasyckptError | None = None
+        if not self._closed:
+            self._end()
+        ending.forget(self)
+        undurable, self._undurable = self._undurable, None
+        if undurable is not None:
+            raise undurable
+
+    def _end(self) -> None:
+        """Leaves in `_undurable` what `close` is to raise."""
         try:
+            self._closed = True
             self._saver.close(self._config.close_timeout)
-        except EasyckptError as error:
-            failure = error
-        if self._broken is not None:
-            failure = None  # nothing was saved since, and that was raised before
-        self._let_go(remove_arena=failure is None and self._saver.all_committed(), linger=FAREWELL_SECONDS)
-        if failure is not None:
-            raise failure
+        except BaseException as error:
+            if not isinstance(error, EasyckptError) or isinstance(error, UsageError):  # (a signal handler's)
+                self._end_interrupted()
+                raise
+            # After a load that was half applied nothing was saved, and that was raised before.
+            self._undurable = error if self._broken is None else None
+        self._let_go(remove_arena=self._undurable is None and self._saver.all_committed(), linger=FAREWELL_SECONDS)
+
+    def _end_interrupted(self) -> None:
+        try:
+            self._drain()
+        finally:
+            self._undurable = self._saver.lost("close() was interrupted")
+            self._let_go(remove_arena=False, linger=0.0)
 
     @guarded
     def abandon(self) -> None:
@@ -271,13 +290,20 @@ class Checkpointer:
         if self._inert() or self._closed:
             return
         self._closed = True
+        ending.forget(self)
         try:
+            self._drain()
+        finally:
+            self._let_go(remove_arena=False, linger=0.0)
+
+    def _drain(self) -> None:
+        try:
+            self._parts.coordinator.offer(None)
             self._saver.lose_window()
             if not self._parts.coordinator.abort(self._config.exception_drain_timeout):
                 self._events.emit(Warned(message="a flush was still running when the job ended in an exception"))
         except KeyboardInterrupt:
             self._events.emit(Warned(message="interrupted again: what was being flushed is abandoned"))
-        self._let_go(remove_arena=False, linger=0.0)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -285,26 +311,30 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if ending.is_clean(error):
             self.close()
         else:
             self.abandon()
 
     def _let_go(self, *, remove_arena: bool, linger: float) -> None:
-        ending.forget(self)
+        """Where one of these is interrupted, the others follow all the same."""
+        steps: list[Callable[[], object]] = [
+            self._parts.stager.close,
+            self._parts.accumulation.close,
+            lambda: self._parts.flusher.stop(FAREWELL_SECONDS),
+            lambda: self._parts.coordinator.desert(LAST_WORDS_SECONDS),
+            lambda: self._housekeeper.stop(FAREWELL_SECONDS),
+            self._release_lease,
+            lambda: self._opened.arena.close(remove=remove_arena),
+            self._parts.mailbox.close,
+            lambda: self._channel.close(linger),
+            self._events.close,
+        ]
         if self._signals is not None:
-            self._signals.stop()
-        self._parts.stager.close()
-        self._parts.accumulation.close()
-        self._parts.flusher.stop(FAREWELL_SECONDS)
-        self._housekeeper.stop(FAREWELL_SECONDS)
-        self._release_lease()
-        self._opened.arena.close(remove=remove_arena)
-        self._parts.mailbox.close()
-        self._channel.close(linger)
-        self._events.close()
-        if self._signals is not None:
-            self._signals.pass_on()
+            steps = [self._signals.stop, *steps, self._signals.pass_on]
+        with contextlib.ExitStack() as last_first:
+            for step in reversed(steps):
+                last_first.callback(step)
 
     def _release_lease(self) -> None:
         if self._opened.lease is not None:
@@ -335,6 +365,7 @@ class Checkpointer:
                 "load().step and hand over the number of finished steps; steps go backwards only by load(step=...)"
             )
         self._parts.coordinator.raise_failure(step)
+        ending.goes_on()
 
     def _restore_generators(self) -> None:
         if self._generators is not None:

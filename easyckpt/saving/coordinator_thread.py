@@ -60,8 +60,8 @@ class CoordinatorParts:
 class CoordinatorThread:
     """Runs from construction until rank 0 has ended the job, or the ranks have lost each other.
 
-    Other threads share the `ledger` with it, which has a lock, and beside that only set `live` and `in_emergency`, ring
-    `alarms` and read `board`, which need none. `wake` has it look at once.
+    Other threads share the `ledger` with it, which has a lock, and beside that only set `live`, `in_emergency` and
+    `deserted`, ring `alarms` and read `board`, which need none. `wake` has it look at once.
     """
 
     def __init__(self, parts: CoordinatorParts, ledger: Ledger) -> None:
@@ -70,6 +70,8 @@ class CoordinatorThread:
         """The training thread waits, and lends its live state as the snapshot of its step."""
         self.in_emergency = False
         """A signal has come, here or to another rank."""
+        self.deserted = False
+        """The flusher has ended, and so has what this rank would do."""
         self.alarms = Alarms()
         self.board = Board()
         self._parts, self._ledger = parts, ledger
@@ -83,13 +85,13 @@ class CoordinatorThread:
         self._left = False
         self._beat_seconds = parts.config.peer_timeout / BEATS_IN_PEER_TIMEOUT
         self._moved = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="easyckpt-coordinator", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="easyckpt-coordinator", daemon=True).start()
 
     def join(self, timeout: float) -> bool:
         """Wait for its end; False when it has not come within `timeout` seconds."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        # Not the thread's own join: after one that Ctrl-C has interrupted, some Pythons take a thread for ended.
+        return self._ended.wait(timeout)
 
     # Everything below runs on the thread itself.
 
@@ -111,10 +113,11 @@ class CoordinatorThread:
             self._lost(SaveFailed(f"rank {self._parts.ranks.rank}: the coordinator thread has failed: {error!r}"))
         finally:
             self.alarms.end()
+            self._ended.set()
 
     def _turn(self) -> bool:
         """One round of listening and speaking; returns whether anything moved."""
-        before = (self.board, self._posted)
+        before, deserted = (self.board, self._posted), self.deserted
         self._collect_jobs()
         self._speak()
         if self._leads:
@@ -127,6 +130,8 @@ class CoordinatorThread:
                 self._listen(board)
         self._give_up_on_the_dead()
         self._check_silence()
+        if deserted and not self._left:
+            raise SaveFailed("the job has ended")
         return (self.board, self._posted) != before
 
     def _longest_pause(self) -> float:
