@@ -5,9 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 import traceback
-from types import TracebackType
+from multiprocessing import parent_process, util
 from typing import Protocol
 
 
@@ -21,22 +20,28 @@ class Endable(Protocol):
         """End after an uncaught exception: start nothing new, drain for a bounded time."""
 
 
+#: multiprocessing ends its processes by itself, without exit handlers where they were forked. It calls what has a
+#: higher priority first: ours before the pools and queues that a program may need, the exit code after all of these.
+FIRST, LAST = 1000, -1000
+
 _open: list[Endable] = []
 _pid = os.getpid()
+_finalized_pid = -1
 _failed = False
-_uncaught = False
-_previous_hook = sys.excepthook
+_survived: BaseException | None = None
+"""The newest exception that was shown as an uncaught one, after which the program has gone on."""
 
 
 def watch(endable: Endable) -> None:
     """`endable` is ended at the end of the process, unless `forget` comes first."""
-    global _pid, _previous_hook
+    global _pid, _finalized_pid, _failed
     if os.getpid() != _pid:  # a forked child that makes Checkpointers of its own
-        _pid = os.getpid()
+        _pid, _failed = os.getpid(), False
         _open.clear()
-    if sys.excepthook is not _note_uncaught:
-        _previous_hook = sys.excepthook
-        sys.excepthook = _note_uncaught
+    if _finalized_pid != _pid and parent_process() is not None:
+        _finalized_pid = _pid
+        util.Finalize(None, _end_all, exitpriority=FIRST)
+        util.Finalize(None, _exit_code, exitpriority=LAST)
     _open.append(endable)
 
 
@@ -46,20 +51,35 @@ def forget(endable: Endable) -> None:
         _open.remove(endable)
 
 
-def _note_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    global _uncaught
-    if threading.current_thread() is threading.main_thread():
-        _uncaught = True
-    _previous_hook(kind, error, trace)
+def goes_on() -> None:
+    """The program trains: no exception that was shown by now has ended it."""
+    global _survived
+    _survived = getattr(sys, "last_value", None)
+
+
+def is_clean(error: BaseException | None) -> bool:
+    """Whether a program that ends by `error` ends well."""
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def _ends_by_exception() -> bool:
+    passing = sys.exc_info()[1]  # multiprocessing ends its processes while it passes
+    if passing is not None:
+        return not is_clean(passing)
+    # The interpreter keeps there what it shows as uncaught, and so does an interactive one, which goes on.
+    shown = getattr(sys, "last_value", None)
+    return shown is not None and shown is not _survived and not hasattr(sys, "ps1")
 
 
 def _end_all() -> None:
     global _failed
     if os.getpid() != _pid:
         return
-    for endable in list(_open):
+    abandoned = _ends_by_exception()
+    while _open:
+        endable = _open.pop(0)
         try:
-            endable.abandon() if _uncaught else endable.close()
+            endable.abandon() if abandoned else endable.close()
         except BaseException:  # noqa: BLE001 - nobody is left to catch it: it is shown, and makes the exit code
             _failed = True
             print("easyckpt: the last save is NOT durable:", file=sys.stderr)  # noqa: T201 - logging may be gone

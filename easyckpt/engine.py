@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -28,6 +28,7 @@ from easyckpt.loading.loader import Outcome, Restored
 from easyckpt.saving.line import Origin
 from easyckpt.saving.metrics import COMPONENT as METRICS
 from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.reentry import guarded
 from easyckpt.saving.saver import Saver
 from easyckpt.settings import Settings, shows_settings
 from easyckpt.state.capture import StateCapture
@@ -39,7 +40,7 @@ logger = logging.getLogger("easyckpt")
 DATA = "easyckpt.data"
 #: Seconds that background threads get to write out logs and let go at the end.
 FAREWELL_SECONDS = 10.0
-#: Seconds that logs get before a signal takes its effect.
+#: Seconds that the coordinator's thread gets to end after that.
 LAST_WORDS_SECONDS = 1.0
 
 
@@ -54,6 +55,9 @@ class Checkpointer:
         config: path of a YAML file with settings, or a mapping of them.
         process_group: the ranks that save together; the default group where one is initialised.
         settings: every field of CheckpointConfig, by name.
+
+    A signal handler may look at `preempted` and `stats()`. Whatever else it calls raises UsageError where it interrupts
+    another call, or the hook before an optimizer step: set a flag there, and save in the training loop.
 
     Raises ConfigError for a wrong setting, UnsupportedValue for a state that cannot be kept exactly, RootInUse when
     another job owns the root, UsageError for WORLD_SIZE > 1 without a process group.
@@ -118,13 +122,16 @@ class Checkpointer:
         self._housekeeper = wiring.keep_house(self._parts, self._opened)
         undo.callback(self._housekeeper.stop, FAREWELL_SECONDS)
         self._saver, self._loader = Saver(self._parts), wiring.make_loader(self._parts)
+        self._inside = self._parts.stager.inside
         self._step = -1
         self._generators: Any = None
         self._broken: EasyckptError | None = None
         self._closed = False
+        self._undurable: EasyckptError | None = None
         self._watches_preempted = False
         self._signals = wiring.watch_signals(self._parts, self._housekeeper, lambda: self._watches_preempted)
 
+    @guarded
     def load(
         self, *, step: int | None = None, strict: bool = True, components: Collection[str] | None = None
     ) -> Restored:
@@ -175,6 +182,7 @@ class Checkpointer:
         if restored.tier is None and self._ranks.rank == 0:
             self._events.emit(Warned(message=f"nothing to restore in {self._opened.storage.root}: starting at step 0"))
 
+    @guarded
     def save_if_needed(self, step: int) -> None:
         """Snapshot and flush as the intervals say. `step` is the number of finished steps, the same on all ranks.
 
@@ -194,6 +202,7 @@ class Checkpointer:
         hook, stager.blocked_in_hook = stager.blocked_in_hook, 0.0
         self._events.blocked(time.perf_counter() - begun + hook)
 
+    @guarded
     def save(self, step: int, *, wait: bool = False) -> Future[int]:
         """Save `step` for certain: waits for a slot, never skips.
 
@@ -222,6 +231,7 @@ class Checkpointer:
         if not self._inert():
             self._metrics.log(metrics)
 
+    @guarded
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every flush so far has ended; raises what went wrong, TimeoutError after `timeout` seconds."""
         self._check_open()
@@ -240,34 +250,61 @@ class Checkpointer:
         self._watches_preempted = True
         return self._parts.coordinator.preempted(self._step)
 
+    @guarded
     def close(self) -> None:
-        """Commit the newest snapshot and let go of everything. Raises what is not durable, whatever the policy."""
-        if self._inert() or self._closed:
-            return
-        self._closed = True
-        failure: EasyckptError | None = None
-        try:
-            self._saver.close(self._config.close_timeout)
-        except EasyckptError as error:
-            failure = error
-        if self._broken is not None:
-            failure = None  # nothing was saved since, and that was raised before
-        self._let_go(remove_arena=failure is None and self._saver.all_committed(), linger=FAREWELL_SECONDS)
-        if failure is not None:
-            raise failure
+        """Commit the newest snapshot and let go of everything. Raises what is not durable, whatever the policy.
 
+        Interrupted (by Ctrl-C) it ends as after an exception; called again, it raises if that lost the newest step.
+        """
+        if self._inert():
+            return
+        if not self._closed:
+            self._end()
+        ending.forget(self)
+        undurable, self._undurable = self._undurable, None
+        if undurable is not None:
+            raise undurable
+
+    def _end(self) -> None:
+        """Leaves in `_undurable` what `close` is to raise."""
+        try:
+            self._closed = True
+            self._saver.close(self._config.close_timeout)
+        except BaseException as error:
+            if not isinstance(error, EasyckptError) or isinstance(error, UsageError):  # (a signal handler's)
+                self._end_interrupted()
+                raise
+            # After a load that was half applied nothing was saved, and that was raised before.
+            self._undurable = error if self._broken is None else None
+        self._let_go(remove_arena=self._undurable is None and self._saver.all_committed(), linger=FAREWELL_SECONDS)
+
+    def _end_interrupted(self) -> None:
+        try:
+            self._drain()
+        finally:
+            self._undurable = self._saver.lost("close() was interrupted")
+            self._let_go(remove_arena=False, linger=0.0)
+
+    @guarded
     def abandon(self) -> None:
         """End after an exception: start nothing new, drain for a bounded time, keep what is in memory."""
         if self._inert() or self._closed:
             return
         self._closed = True
+        ending.forget(self)
         try:
+            self._drain()
+        finally:
+            self._let_go(remove_arena=False, linger=0.0)
+
+    def _drain(self) -> None:
+        try:
+            self._parts.coordinator.offer(None)
             self._saver.lose_window()
             if not self._parts.coordinator.abort(self._config.exception_drain_timeout):
                 self._events.emit(Warned(message="a flush was still running when the job ended in an exception"))
         except KeyboardInterrupt:
             self._events.emit(Warned(message="interrupted again: what was being flushed is abandoned"))
-        self._let_go(remove_arena=False, linger=0.0)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -275,26 +312,30 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if ending.is_clean(error):
             self.close()
         else:
             self.abandon()
 
     def _let_go(self, *, remove_arena: bool, linger: float) -> None:
-        ending.forget(self)
+        """Where one of these is interrupted, the others follow all the same."""
+        steps: list[Callable[[], object]] = [
+            self._parts.stager.close,
+            self._parts.accumulation.close,
+            lambda: self._parts.flusher.stop(FAREWELL_SECONDS),
+            lambda: self._parts.coordinator.desert(LAST_WORDS_SECONDS),
+            lambda: self._housekeeper.stop(FAREWELL_SECONDS),
+            self._release_lease,
+            lambda: self._opened.arena.close(remove=remove_arena),
+            self._parts.mailbox.close,
+            lambda: self._channel.close(linger),
+            self._events.close,
+        ]
         if self._signals is not None:
-            self._signals.stop()
-        self._parts.stager.close()
-        self._parts.accumulation.close()
-        self._parts.flusher.stop(FAREWELL_SECONDS)
-        self._housekeeper.stop(FAREWELL_SECONDS)
-        self._release_lease()
-        self._opened.arena.close(remove=remove_arena)
-        self._parts.mailbox.close()
-        self._channel.close(linger)
-        self._events.close()
-        if self._signals is not None:
-            self._signals.pass_on()
+            steps = [self._signals.stop, *steps, self._signals.pass_on]
+        with contextlib.ExitStack() as last_first:
+            for step in reversed(steps):
+                last_first.callback(step)
 
     def _release_lease(self) -> None:
         if self._opened.lease is not None:
@@ -327,6 +368,7 @@ class Checkpointer:
                 "load().step and hand over the number of finished steps; steps go backwards only by load(step=...)"
             )
         self._parts.coordinator.raise_failure(step)
+        ending.goes_on()
 
     def _restore_generators(self) -> None:
         if self._generators is not None:

@@ -98,7 +98,7 @@ class EventLog:
         self._limit = queue_limit
         self._queue: collections.deque[Event] = collections.deque()
         self._lines: collections.deque[str] = collections.deque(maxlen=queue_limit)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may look at `stats` while its own thread is in `emit`
         self._draining = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
         self._bytes: collections.Counter[str] = collections.Counter()

@@ -930,6 +930,27 @@ def test_nothing_is_applied_when_the_objects_do_not_fit(root):
     assert committed(root) == [10]
 
 
+def test_loading_a_component_may_take_an_optimizer_step(root):
+    """Some make their optimizer's state that way before they fill it."""
+
+    class Filled(dict):
+        def state_dict(self):
+            return {"steps": 1}
+
+        def load_state_dict(self, state):
+            parameter = nn.Parameter(torch.zeros(1))
+            parameter.grad = torch.zeros(1)
+            torch.optim.SGD([parameter], lr=0.1, momentum=0.9).step()
+            self.update(state)
+
+    for restored in (0, 1):
+        component = Filled()
+        with Checkpointer(root, {"component": component}) as checkpointer:
+            assert checkpointer.load().step == restored
+            checkpointer.save(1, wait=True)
+    assert component == {"steps": 1}
+
+
 def test_saving_after_a_half_applied_load_is_refused(root):
     training, _ = start(root)
     with training.checkpointer:

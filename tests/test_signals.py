@@ -266,3 +266,161 @@ settle(60)
     (committed,) = root.glob("step-*")
     events = [json.loads(line) for line in (root / "events/rank-00000.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "FlushCommitted"] == [int(committed.name[5:])]
+
+
+@pytest.mark.parametrize("before", ["nothing", "asyncio"])
+def test_what_has_the_number_of_a_descriptor_next_is_written_to_by_no_signal(root, before):
+    """Only the main thread can tell Python where to write signals to; what closes elsewhere must leave it open."""
+    body = f"""
+import asyncio, tempfile, threading
+asked = []
+loop = asyncio.new_event_loop()
+if {before == "asyncio"}:
+    loop.add_signal_handler(signal.SIGUSR1, lambda: (asked.append("asked"), loop.stop()))
+    loop.call_later(100, loop.stop)
+else:
+    signal.signal(signal.SIGUSR1, lambda *_: asked.append("asked"))
+checkpointer = make()
+numbers = (checkpointer._signals._read_fd, checkpointer._signals._write_fd)
+thread = threading.Thread(target=checkpointer.close)
+thread.start()
+thread.join()
+files = [tempfile.TemporaryFile(buffering=0) for _ in range(50)]
+for file in files:
+    file.write(b"precious")
+os.kill(os.getpid(), signal.SIGUSR1)
+if {before == "asyncio"}:
+    loop.run_forever()
+print(asked, {{os.pread(file.fileno(), 100, 0) for file in files}})
+for file in files:
+    file.close()
+open_before = len(os.listdir("/proc/self/fd"))
+for _ in range(3):
+    sys.argv[1] += "-again"
+    again = make()
+    thread = threading.Thread(target=again.close)
+    thread.start()
+    thread.join()
+print(len(os.listdir("/proc/self/fd")) - open_before)
+sys.argv[1] += "-again"
+make().close()
+print(len(os.listdir("/proc/self/fd")) - open_before)
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+    assert run(root, body) == (0, "['asked'] {b'precious'}\n0\n-2\nTrue\n")
+
+
+@pytest.mark.parametrize("first", ["upper", "lower"])
+@pytest.mark.parametrize("then", ["thread", "main"])
+def test_checkpointers_that_end_on_other_threads_leave_what_they_found(root, first, then):
+    body = f"""
+import threading
+before = signal.getsignal(signal.SIGTERM)
+lower = make()
+sys.argv[1] += "-2"
+upper = make()
+one, other = (upper, lower) if {first == "upper"} else (lower, upper)
+thread = threading.Thread(target=one.close)
+thread.start()
+thread.join()
+if {then == "thread"}:
+    thread = threading.Thread(target=other.close)
+    thread.start()
+    thread.join()
+    sys.argv[1] += "-3"
+    other = make()
+other.close()
+print(signal.getsignal(signal.SIGTERM) is before, signal.set_wakeup_fd(-1))
+"""
+    assert run(root, body) == (0, "True -1\n")
+
+
+INTERRUPTED = {
+    "the hook waits for a copy": "hold()\nstep()",
+    "a save waits for a copy": "hold()\ncheckpointer.save_if_needed(5)",
+    "a lock of the coordinator's is held": (
+        "interrupt(checkpointer._parts.coordinator.ledger._leader, 'add_due')\ncheckpointer.save(4)"
+    ),
+    "the lock of the counters is held": "interrupt(checkpointer._events, '_count_reason')\ncheckpointer.save(5)",
+    "a load applies": "interrupt(checkpointer._loader, 'load')\ncheckpointer.load()",
+    "the job closes": "interrupt(checkpointer._saver, 'close')\ncheckpointer.close()",
+}
+
+
+@pytest.mark.parametrize("place", INTERRUPTED)
+def test_a_handler_that_calls_in_while_its_thread_is_inside_is_told_so_and_does_not_hang(root, place):
+    """Taking SIGUSR1 for a wish to save is usual, and the handler runs wherever the main thread is."""
+    body = f"""
+import faulthandler, threading
+from easyckpt import failpoints
+faulthandler.dump_traceback_later(60, exit=True)
+model = nn.Linear(256, 256)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = easyckpt.Checkpointer(sys.argv[1], {{"model": model, "optimizer": optimizer}})
+checkpointer.load()
+refused, held = [], sys.argv[1] + ".held"
+main = threading.main_thread().ident
+
+def step():
+    model(torch.randn(2, 256)).sum().backward()
+    optimizer.step()
+
+def handler(*_):
+    calls = {{
+        "save_if_needed": lambda: checkpointer.save_if_needed(9),
+        "save": lambda: checkpointer.save(9),
+        "load": checkpointer.load,
+        "wait": checkpointer.wait,
+        "close": checkpointer.close,
+        "abandon": checkpointer.abandon,
+    }}
+    if {"hold" in INTERRUPTED[place]}:
+        calls["step"] = optimizer.step
+    for name, call in calls.items():
+        try:
+            call()
+        except easyckpt.UsageError as error:
+            assert "Set a flag in the handler" in str(error)
+            refused.append(name)
+    got.append((checkpointer.preempted, checkpointer.stats().counts["SnapshotBegun"] > 0))
+    open(held + ".go", "w")
+
+def interrupt(owner, name):
+    original = getattr(owner, name)
+    def interrupted(*arguments, **named):
+        setattr(owner, name, original)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return original(*arguments, **named)
+    setattr(owner, name, interrupted)
+
+def waits():
+    frame, names = sys._current_frames()[main], set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return {{"wait", "wait_before_step"}} <= names and os.path.exists(held)
+
+def send():
+    while not waits():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+def hold():
+    threading.Thread(target=send).start()
+
+signal.signal(signal.SIGUSR1, handler)
+for number in range(1, 5):
+    step()
+    if number == 4 and {"hold" in INTERRUPTED[place]}:
+        failpoints.arm(f"staging.copy=hold:{{held}}")
+    checkpointer.save_if_needed(number)
+exec({INTERRUPTED[place]!r})
+print(*refused, *got)
+if {place != "the job closes"}:
+    step()
+    checkpointer.save(6)
+    checkpointer.close()
+"""
+    refused = "save_if_needed save load wait close abandon" + " step" * ("hold" in INTERRUPTED[place])
+    assert run(root, body) == (0, f"{refused} (False, True)\n")
+    assert (root / ("step-00000004" if place == "the job closes" else "step-00000006")).is_dir()

@@ -118,10 +118,20 @@ class Coordinator:
             raise PeerTimeout(board.close_error)
         if board.not_durable:
             raise SaveFailed(board.not_durable)
+        if not board.closed:
+            raise SaveFailed(
+                f"rank {self._ranks.rank}: the coordinator thread has ended before the job's end was agreed"
+            )
 
     def abort(self, timeout: float) -> bool:
         """Start nothing new; wait for what runs. False when it did not end in time."""
         return self._leave(timeout, aborted=True)
+
+    def desert(self, timeout: float) -> None:
+        """The flusher has ended: a thread that still waits for what it would have done ends now."""
+        self._thread.deserted = True
+        self._thread.wake.set()
+        self._thread.join(timeout)
 
     def _leave(self, timeout: float, **how: bool) -> bool:
         """Post that this rank leaves, and wait for the end of the thread, and of users' callbacks."""

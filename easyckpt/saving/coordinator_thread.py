@@ -60,8 +60,8 @@ class CoordinatorParts:
 class CoordinatorThread:
     """Runs from construction until rank 0 has ended the job, or the ranks have lost each other.
 
-    Other threads share the `ledger` with it, which has a lock, and beside that only set `live` and `in_emergency`, ring
-    `alarms` and read `board`, which need none. `wake` has it look at once.
+    Other threads share the `ledger` with it, which has a lock, and beside that only set `live`, `in_emergency` and
+    `deserted`, ring `alarms` and read `board`, which need none. `wake` has it look at once.
     """
 
     def __init__(self, parts: CoordinatorParts, ledger: Ledger) -> None:
@@ -70,6 +70,8 @@ class CoordinatorThread:
         """The training thread waits, and lends its live state as the snapshot of its step."""
         self.in_emergency = False
         """A signal has come, here or to another rank."""
+        self.deserted = False
+        """The flusher has ended, and so has what this rank would do."""
         self.alarms = Alarms()
         self.board = Board()
         self._parts, self._ledger = parts, ledger
@@ -88,13 +90,13 @@ class CoordinatorThread:
         self._left = False
         self._beat_seconds = parts.config.peer_timeout / BEATS_IN_PEER_TIMEOUT
         self._moved = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="easyckpt-coordinator", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="easyckpt-coordinator", daemon=True).start()
 
     def join(self, timeout: float) -> bool:
         """Wait for its end; False when it has not come within `timeout` seconds."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        # Not the thread's own join: after one that Ctrl-C has interrupted, some Pythons take a thread for ended.
+        return self._ended.wait(timeout)
 
     # Everything below runs on the thread itself.
 
@@ -114,11 +116,13 @@ class CoordinatorThread:
         except Exception as error:
             logger.exception("the coordinator thread has failed")
             self._lost(SaveFailed(f"rank {self._parts.ranks.rank}: the coordinator thread has failed: {error!r}"))
-        self.alarms.end()
+        finally:
+            self.alarms.end()
+            self._ended.set()
 
     def _turn(self) -> bool:
         """One round of listening and speaking; returns whether anything moved."""
-        before = (self.board, self._posted)
+        before, deserted = (self.board, self._posted), self.deserted
         self._collect_jobs()
         self._speak()
         if self._leads:
@@ -131,6 +135,8 @@ class CoordinatorThread:
                 self._listen(board)
         self._give_up_on_the_dead()
         self._check_silence()
+        if deserted and not self._left:
+            raise SaveFailed("the job has ended")
         return (self.board, self._posted) != before
 
     def _longest_pause(self) -> float:
@@ -274,17 +280,16 @@ class CoordinatorThread:
         """The other ranks cannot be reached any more. What was under way may have become durable: look."""
         flush = self.board.flush
         outcome: EasyckptError = error
-        if flush is not None:
-            try:
-                committed = self._look(flush)
-            except (EasyckptError, OSError) as problem:
-                outcome = OutcomeUnknown(f"step {flush.step}: {error}; looking into the root failed too: {problem}")
-            else:
-                if committed:
-                    self._ledger.found_committed(flush)
-                else:
-                    outcome = OutcomeUnknown(f"step {flush.step}: {error}; it is not committed so far")
-        self._ledger.end_all(outcome)
+        try:
+            if flush is not None and self._look(flush):
+                self._ledger.found_committed(flush)
+            elif flush is not None:
+                outcome = OutcomeUnknown(f"step {flush.step}: {error}; it is not committed so far")
+        except Exception as problem:  # noqa: BLE001 - whatever it is (no thread starts while Python ends): all must end
+            step = "" if flush is None else f"step {flush.step}: "
+            outcome = OutcomeUnknown(f"{step}{error}; looking into the root failed too: {problem}")
+        finally:
+            self._ledger.end_all(outcome)
 
     def _look(self, flush: Flush) -> bool:
         """Whether `flush` is committed, as the root says; a storage that hangs is not waited for for ever."""

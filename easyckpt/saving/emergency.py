@@ -25,6 +25,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 #: Set in a byte that our handler writes; signals have numbers up to 64.
 _FROM_PYTHON = 0x80
 _watching: weakref.WeakSet[SignalWatcher] = weakref.WeakSet()
+#: Ended where nothing can be put back: that is made up for when the next one begins, or ends, on the main thread.
+_retired: list[SignalWatcher] = []
 
 
 def _after_fork() -> None:
@@ -68,6 +70,7 @@ class SignalWatcher:
         self._ended = threading.Event()
         self._woken: set[int] = set()
         """Signals of which C's byte was read, and Python's handler will write its own."""
+        _put_back_retired()
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._previous_file = _file_of(self._previous_fd)
@@ -78,29 +81,53 @@ class SignalWatcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Put handlers and descriptor back. On the main thread; elsewhere the handlers stay, and only pass on."""
+        """Put handlers and descriptor back. On the main thread; elsewhere they stay for now, and only pass on."""
         if self._ended.is_set() or os.getpid() != self._pid:
             return
         self._ended.set()
         _watching.discard(self)
-        for watcher in list(_watching):
+        for watcher in [*_watching, *_retired]:
             watcher._skip(self)
-        if threading.current_thread() is threading.main_thread():
-            for number, previous in self._previous.items():
-                if signal.getsignal(number) == self._handle:
-                    self._put_back.add(number)
-                    signal.signal(number, signal.SIG_DFL if previous is None else previous)
-            current = signal.set_wakeup_fd(-1)
-            if current != self._write_fd:
-                signal.set_wakeup_fd(current)
-            elif self._previous_file == _file_of(self._previous_fd):
-                signal.set_wakeup_fd(self._previous_fd)
+        on_main = threading.current_thread() is threading.main_thread()
+        if on_main:
+            self._put_all_back()
         with contextlib.suppress(OSError):
             os.write(self._write_fd, b"\0")
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        if on_main:
+            self._close_pipe()
+            _put_back_retired()
+        else:
+            self._retire()
+
+    def _put_all_back(self) -> None:
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handle:
+                self._put_back.add(number)
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        current = signal.set_wakeup_fd(-1)
+        if current != self._write_fd:
+            signal.set_wakeup_fd(current)
+        elif self._previous_is_there():
+            signal.set_wakeup_fd(self._previous_fd)
+
+    def _retire(self) -> None:
+        """Python goes on writing to our descriptor, and the main thread may be about to: nobody else gets its number.
+
+        What is written goes to whoever had the wakeup descriptor before, or stays in the pipe.
+        """
+        if self._previous_is_there():
+            with contextlib.suppress(OSError):
+                os.dup2(self._previous_fd, self._write_fd, inheritable=False)
+        _retired.append(self)
+
+    def _close_pipe(self) -> None:
         os.close(self._read_fd)
         os.close(self._write_fd)
+
+    def _previous_is_there(self) -> bool:
+        return self._previous_file is not None and self._previous_file == _file_of(self._previous_fd)
 
     def _skip(self, ended: SignalWatcher) -> None:
         """If `ended` was what this watcher found and passes on to: what that found takes its place."""
@@ -168,7 +195,7 @@ class SignalWatcher:
         return come
 
     def _pass_on_byte(self, number: int) -> None:
-        if number and self._previous_file is not None and self._previous_file == _file_of(self._previous_fd):
+        if number and self._previous_is_there():
             with contextlib.suppress(OSError):
                 os.write(self._previous_fd, bytes([number]))
 
@@ -202,6 +229,14 @@ class SignalWatcher:
             os.kill(os.getpid(), number)  # the main thread runs the user's handler out of ours
         else:
             _deliver_default(number)
+
+
+def _put_back_retired() -> None:
+    """On the main thread."""
+    while _retired:
+        ended = _retired.pop()
+        ended._put_all_back()
+        ended._close_pipe()
 
 
 def _file_of(descriptor: int) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from easyckpt.distributed.agree import done_by_rank_0
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel
-from easyckpt.errors import EasyckptError, NotLoaded
+from easyckpt.errors import EasyckptError, NotLoaded, SaveFailed
 from easyckpt.events import EventLog, SnapshotSkipped, Warned
 from easyckpt.format.layout import NamingScheme
 from easyckpt.memory.arena import Arena
@@ -176,6 +176,14 @@ class Saver:
     def lose_window(self) -> None:
         """End the window of the newest snapshot (the job is ending in an error)."""
         self._parts.stager.end_window("close")
+
+    def lost(self, why: str) -> SaveFailed | None:
+        """The error that says so, if the newest step of which a snapshot was to be taken is not durable."""
+        wanted, committed = self._parts.coordinator.ledger.post.wanted, self._parts.coordinator.committed
+        if wanted <= committed:
+            return None
+        newest = f"the newest committed step is {committed}" if committed >= 0 else "nothing is committed"
+        return SaveFailed(f"step {wanted}, the last that was handed over, is not durable ({why}); {newest}")
 
     def all_committed(self) -> bool:
         """Whether nothing in memory is newer than what is committed."""

@@ -24,6 +24,7 @@ from easyckpt.events import Event, SnapshotBegun, SnapshotDiscarded, SnapshotSea
 from easyckpt.format.image import Layout
 from easyckpt.memory.slot import Slot, SlotMeta
 from easyckpt.saving.copying import Copier
+from easyckpt.saving.reentry import Inside, refuse
 from easyckpt.saving.scalers import ScalerWatch
 from easyckpt.saving.window import NOTHING_LATE, LateLeaves, Window, listed, names
 from easyckpt.saving.worker import Result
@@ -92,6 +93,8 @@ class Stager:
         """Optimizers of the state (by id) whose steps were seen since the last save."""
         self._hits = self._misses = 0
         self._pid = os.getpid()
+        self.inside: Inside = set()
+        """Threads inside the hook, or (the engine sees to that) inside a call of the Checkpointer."""
         self.blocked_in_hook = 0.0
         self.steps_seen = 0
         """Steps of any torch optimizer of this process."""
@@ -162,6 +165,19 @@ class Stager:
         """Runs before every optimizer step of the process: no step may write what is still being copied."""
         if os.getpid() != self._pid:
             return
+        inside, me = self.inside, threading.get_ident()
+        if me not in inside:
+            try:
+                inside.add(me)
+                self._end_at_step(optimizer)
+            finally:
+                inside.discard(me)
+        elif self._lock.locked():
+            raise refuse("an optimizer step")
+        else:  # loading some optimizers takes a step
+            self._end_at_step(optimizer)
+
+    def _end_at_step(self, optimizer: torch.optim.Optimizer) -> None:
         if _is_being_captured():
             self._see_a_capture(optimizer)
             return

@@ -209,6 +209,7 @@ def end_as_interpreters_do(main: Callable[[], None]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
         code = 1
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()
     atexit._run_exitfuncs()
