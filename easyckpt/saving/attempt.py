@@ -19,6 +19,16 @@ class Work:
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
+def attempt_name(incarnation: str, number: int) -> str:
+    """The name of an attempt: whose it is, and its number there."""
+    return f"{incarnation}-{number:06d}"
+
+
+def is_own(attempt: str | None, incarnation: str) -> bool:
+    """Whether `attempt` is one of `incarnation`: it may be running, whatever its directory looks like."""
+    return attempt is not None and attempt.rpartition("-")[0] == incarnation
+
+
 class Attempt:
     """Pure, as the leader is. `flush` is what stands on the board."""
 

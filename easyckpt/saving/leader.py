@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from easyckpt.saving.attempt import Attempt, Work
+from easyckpt.saving.attempt import Attempt, Work, attempt_name
 from easyckpt.saving.failures import missing_at_the_end
 from easyckpt.saving.messages import Board, Decision, Flush, Post
 from easyckpt.saving.pace import Pace
@@ -198,7 +198,7 @@ class Leader:
 
     def _start(self, step: int, due: int | None, now: float) -> None:
         self._attempts += 1
-        attempt = f"{self._incarnation}-{self._attempts:06d}"
+        attempt = attempt_name(self._incarnation, self._attempts)
         self._active = Attempt(
             Flush(attempt=attempt, step=step, due=due, share=self.share, line=self._line),
             now,
