@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ from easyckpt.saving.line import Origin, open_line
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
 from easyckpt.storage.local import LocalStorage
-from tests.support.jobs import committed
+from tests.support import jobs
+from tests.support.jobs import committed, events
 from tests.support.staged import until
 from tests.support.zygote import fork_program
 
@@ -218,3 +220,58 @@ def test_a_checkpoint_beside_the_line_that_the_root_goes_on_from_does_not_pass_f
             train(checkpointer, model, 3)
         train(checkpointer, model, 4)
     assert committed(tmp_path) == [1, 2]
+
+
+def test_all_ranks_of_a_job_that_was_frozen_raise_at_the_same_step(tmp_path, memory_dir):
+    root, model = tmp_path / "run", nn.Linear(4, 4)
+    settings = {"save_storage_interval": 100_000, "lease_interval": 0.2, "lease_timeout": 30.0}
+    arguments = ("--step-seconds=0.01", "--save-at=10")
+    job = jobs.start(root, tmp_path / "notes", *arguments, steps=100_000, ranks=2, settings=settings)
+    job.wait_for("finished", 20, rank=1)
+    for rank in range(2):
+        os.kill(job.pid(rank), signal.SIGSTOP)
+    elsewhere = memory_dir / "elsewhere"
+    elsewhere.mkdir()
+    with Checkpointer(root, {"model": model}, memory_dir=str(elsewhere), lease_timeout=0.5, lease_interval=0.1):
+        before = whole(root)
+        assert committed(root) == [10]
+        for rank in range(2):
+            os.kill(job.pid(rank), signal.SIGCONT)
+        assert all(job.ends())
+        assert whole(root) == before
+    assert job.last("error") == ["LeaseLost", "LeaseLost"]
+    assert "taken over" in job.last("text")[1]
+    assert len(set(job.last("at"))) == 1
+    for rank in range(2):
+        newest = max(event["step"] or 0 for event in events(root, rank))
+        assert newest < job.last("at")[rank] - 2, "said after all had heard of the loss"
+
+
+def whole(root: Path) -> list[str]:
+    return sorted(name for name in os.listdir(root) if not name.startswith("."))
+
+
+def sizes(root: Path) -> dict[str, int]:
+    return {name: os.path.getsize(root / name) for name in (names.METRICS, names.events_file(0))}
+
+
+def test_after_the_loss_of_the_lease_neither_metrics_nor_events_are_appended(tmp_path):
+    model = nn.Linear(4, 4)
+    with pytest.raises(LeaseLost, match="taken over"), Checkpointer(tmp_path, {"model": model}) as checkpointer:
+        checkpointer.load()
+        checkpointer.log(loss=1.0)
+        train(checkpointer, model, 1)
+        assert checkpointer._housekeeper.write_now(60)
+        assert checkpointer._metrics.unwritten == 0
+        (tmp_path / names.LEASE).unlink()
+        with pytest.raises(easyckpt.SaveFailed, match="taken over"):  # it is found before the next renewal is due
+            train(checkpointer, model, 2)
+        until(lambda: checkpointer._parts.coordinator.ledger.fatal)
+        before = sizes(tmp_path)
+        checkpointer.log(loss=3.0)
+        checkpointer.save_if_needed(3)
+        assert checkpointer._housekeeper.write_now(60)
+        with pytest.raises(LeaseLost, match="taken over"):
+            train(checkpointer, model, 4)
+    assert sizes(tmp_path) == before
+    assert catalog.scan(LocalStorage(tmp_path), NATIVE).of_kind("committed")[-1].step == 1

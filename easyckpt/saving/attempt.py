@@ -38,6 +38,16 @@ class Attempt:
         self._deadline = now + commit_timeout
         self._working = False
 
+    @property
+    def committing(self) -> bool:
+        """Whether it may become real at any moment."""
+        return self._working and self.flush.abandoned is None
+
+    def give_up(self, reason: str, now: float) -> None:
+        """Abandon it, unless it is too late for that."""
+        if not self._working and self.flush.abandoned is None:
+            self._abandon(reason, now)
+
     def advance(self, posts: Sequence[Post | None], now: float) -> Work | None:
         """Take in what the ranks report; returns the work that ends this attempt, once."""
         if self._working:
