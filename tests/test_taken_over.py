@@ -154,6 +154,20 @@ def test_after_a_take_over_at_any_moment_nothing_is_changed_any_more(tmp_path, d
     assert looks > 0
 
 
+def test_opening_a_line_leaves_the_attempts_of_this_very_job_alone(tmp_path):
+    """Each may be running, between two jobs of the flusher's thread: half-written, or whole but for its rename."""
+    prepare(tmp_path / "root")
+    storage = Watched(tmp_path / "root")
+    half, whole_one = (names.tmp_dir(step, attempt_name(OWN, step)) for step in (13, 14))
+    storage.makedirs(half)
+    write_checkpoint(storage, view(14), attempt=attempt_name(OWN, 14), directory=whole_one)
+    open_line(storage.context, Origin(14, "main"), Metrics(), incarnation=OWN)
+    found = catalog.scan(storage, NATIVE)
+    assert [entry.name for entry in found.of_kind("temporary")] == [half, whole_one]
+    assert [entry.valid for entry in found.of_kind("temporary")] == [False, True]
+    assert [entry.step for entry in found.committed()] == [1, 2, 3, 12]
+
+
 SLEEPS = """
 import os, sys, time, torch, easyckpt
 root, loaded, go = sys.argv[1:]
