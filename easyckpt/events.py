@@ -138,8 +138,8 @@ class EventLog:
         if key is not None and (key in self._reasons or len(self._reasons) < _RECENT):
             self._reasons[key] = self._reasons.get(key, 0) + 1
 
-    def set_sink(self, sink: Callable[[bytes], None]) -> None:
-        """Where events go from now on, those emitted before included."""
+    def set_sink(self, sink: Callable[[bytes], None] | None) -> None:
+        """Where events go from now on, those emitted before included; None: to log file and Python's logging only."""
         self._sink = sink
 
     def blocked(self, seconds: float) -> None:
@@ -236,11 +236,12 @@ class EventLog:
             self._complain(f"cannot write the log file {self._path}: {error}; {len(lines)} lines are lost")
 
     def _write_sink(self, events: list[Event]) -> None:
-        if self._sink is None or not events:
+        sink = self._sink  # another thread may take it away
+        if sink is None or not events:
             return
         lines = [json.dumps(to_record(event, self._rank), separators=(",", ":")) + "\n" for event in events]
         try:
-            self._sink("".join(lines).encode())
+            sink("".join(lines).encode())
         except Exception as error:  # noqa: BLE001 - the record of events must never be what stops a training
             with self._lock:
                 self._lost += len(events)

@@ -24,6 +24,7 @@ from easyckpt.memory.owner import OwnerLock
 from easyckpt.memory.place import DEFAULT_DIRECTORY, memory_directory, user_name
 from easyckpt.saving.line import new_root
 from easyckpt.storage.lease import Lease
+from easyckpt.storage.lease_chain import place_of
 from easyckpt.storage.local import LocalStorage
 
 
@@ -56,8 +57,7 @@ def open_root(
         wanted = config.memory_dir or DEFAULT_DIRECTORY
         message = f"{wanted} cannot be used: snapshots are kept in private memory and die with the process"
         events.emit(Warned(message=message))
-    node = f"{socket.gethostname()}/{os.stat(directory).st_dev}/{os.stat(directory).st_ino}"
-    ranks = settle_locality(ranks, channel, node, config.peer_timeout)
+    ranks = settle_locality(ranks, channel, _node(directory), config.peer_timeout)
     arena: Arena | None = None
     failure: Exception | None = None
     try:
@@ -73,6 +73,12 @@ def open_root(
             arena.close(remove=False)
         raise
     return OpenedRoot(storage=storage, lease=lease, arena=arena, **identity), ranks
+
+
+def _node(directory: str) -> str:
+    """Which memory directory `directory` is: hosts that were made alike have the same name, devices and inodes."""
+    found = os.stat(directory)
+    return f"{socket.gethostname()}/{place_of(os.path.realpath(directory)) or f'{found.st_dev:x}/{found.st_ino:x}'}"
 
 
 def _identify(storage: LocalStorage) -> dict[str, str]:

@@ -16,7 +16,7 @@ from easyckpt.config import CheckpointConfig
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks, discover
 from easyckpt.distributed.rendezvous import Channel, connect
-from easyckpt.errors import OutOfSpace
+from easyckpt.errors import LeaseLost, OutOfSpace
 from easyckpt.events import EventLog, Warned
 from easyckpt.format import layout
 from easyckpt.loading.loader import Loader
@@ -148,6 +148,7 @@ def _make_coordinator(
         emit=events.emit,
         committed_by=committed_by(opened.storage, naming),
         dead_peers=lambda: dead_peers(opened.arena, ranks),
+        on_lease_lost=lambda: events.set_sink(None),
     )
     return Coordinator(parts, incarnation=opened.incarnation)
 
@@ -186,13 +187,18 @@ def keep_house(parts: SaverParts, opened: OpenedRoot) -> Housekeeper:
     if parts.config.events:
         log = layout.events_file(parts.ranks.rank)
         parts.events.set_sink(lambda data: opened.storage.append(log, data))
+
+    def lost(error: LeaseLost) -> None:
+        parts.events.set_sink(None)
+        parts.coordinator.lose_lease(error)
+
     return Housekeeper(
         parts.events,
         parts.metrics if parts.ranks.rank == 0 else None,
         opened.storage,
         lease=opened.lease,
         lease_interval=parts.config.lease_interval,
-        on_lease_lost=parts.coordinator.fail,
+        on_lease_lost=lost,
         look_after_memory=opened.arena.look_after,
     )
 

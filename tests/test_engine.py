@@ -252,6 +252,23 @@ def test_a_first_save_beside_snapshots_nobody_loaded_is_refused(root):
         assert restored.step == 7
 
 
+def test_a_first_save_behind_a_flush_keeps_the_others_waiting_but_not_for_ever(root, monkeypatch):
+    """A signal may have begun a flush before it. Ranks that wait for rank 0 in the channel hear that it gets on."""
+    training, _ = start(root, commit_timeout=0.3, peer_timeout=0.1)
+    held, signs = threading.Event(), []
+    with training.checkpointer as checkpointer:
+        monkeypatch.setattr(checkpointer._channel, "busy", lambda: signs.append(1), raising=False)
+        checkpointer._parts.flusher.submit(held.wait)
+        with pytest.raises(easyckpt.StorageError, match=r"has not ended for 0\.5 s"):
+            training.to(1)
+        held.set()
+        assert signs
+        training.to(3, 1)
+        record = json.loads((root / "easyckpt.json").read_text())
+        assert len(record["timelines"]) == 1, "what was given up is not done later"
+    assert committed(root) == [3]
+
+
 def test_a_second_job_on_the_same_root_is_refused_and_names_the_owner(root):
     training, _ = start(root)
     with training.checkpointer:

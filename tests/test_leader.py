@@ -594,3 +594,56 @@ def _react(data, group: Group) -> None:
     if group.works:
         reason = data.draw(st.sampled_from([None, "EIO"]))
         group.finish(reason=reason, unknown=reason is not None and data.draw(st.booleans()))
+
+
+def test_a_lost_lease_is_told_to_all_for_a_step_that_none_has_come_to_and_nothing_begins_after_it():
+    group = Group(2)
+    group.leader.share = True
+    group.seal(9)
+    group.leader.lose_lease("taken over")
+    group.leader.lose_lease("something that follows from it")
+    board = group.turn()
+    assert (board.lease_lost, board.lost_at > 9) == ("taken over", True)
+    group.leader.add_due(Due(10, forced=True))
+    group.tell(0, emergency=1)
+    group.seal(9, 10)
+    assert (group.board.flush, group.works, group.board.emergency_over) == (None, [], True)
+    for rank in range(2):
+        group.tell(rank, closing=True)
+    assert group.turn().closed
+    assert group.works == []
+
+
+def test_a_flush_under_way_is_given_up_with_the_lease():
+    group = Group(2)
+    group.leader.share = True
+    group.leader.add_due(Due(10, forced=True))
+    group.seal(10)
+    group.leader.lose_lease("taken over")
+    board = group.turn()
+    assert (board.flush.abandoned, board.lease_lost) == ("taken over", "taken over")
+
+
+@pytest.mark.parametrize("reason", [None, "rank 0: taken over"])
+def test_what_is_being_committed_when_the_lease_is_lost_is_decided_first(reason):
+    """It may have become real just before: nobody must be told that it is lost."""
+    group = Group(2)
+    group.leader.share = True
+    group.leader.add_due(Due(10, forced=True))
+    group.seal(10)
+    group.report_all()
+    group.leader.lose_lease("taken over")
+    assert (group.turn().flush.abandoned, group.board.lease_lost) == (None, "")
+    group.finish(reason)
+    assert group.board.lease_lost == "taken over"
+    assert group.outcomes() == [(10, 10, "committed" if reason is None else "failed")]
+
+
+def test_a_line_that_begins_after_the_lease_was_lost_has_a_step_of_its_own_for_that():
+    group = Group(1)
+    group.seal(1000)
+    group.leader.lose_lease("taken over")
+    assert group.turn().lost_at > 1000
+    group.leader.begin_line(1, 5, -1)
+    group.tell(0, line=1, step=5, sealed=())
+    assert 5 < group.turn().lost_at < 1000

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+
 import pytest
 
 from easyckpt.config import CheckpointConfig
-from easyckpt.errors import SaveFailed
+from easyckpt.errors import LeaseLost, SaveFailed
 from easyckpt.saving.ledger import Ledger
 from easyckpt.saving.messages import Board, Decision
+from easyckpt.saving.slots import Slots
 
 
 @pytest.fixture
@@ -84,3 +88,66 @@ def test_what_ends_all_saving_decides_all_that_waits(ledger):
     for _ in range(2):
         with pytest.raises(SaveFailed, match="the lease is lost"):
             ledger.raise_failure(None)
+
+
+def lose(ledger: Ledger, at: int) -> None:
+    ledger.hear(Board(line=ledger.post.line, lease_lost="taken over", lost_at=at))
+    assert ledger.fatal is not None
+    ledger.give_up(ledger.fatal)
+
+
+def raises_at(ledger: Ledger, *steps: int | None) -> list[int | None]:
+    raised = []
+    for step in steps:
+        try:
+            ledger.raise_failure(step)
+        except LeaseLost:
+            raised.append(step)
+    return raised
+
+
+def test_a_lost_lease_decides_what_waits_at_once_and_is_raised_where_all_ranks_raise_it(ledger):
+    ledger.tell(step=10)
+    waiting = ledger.due(10, forced=False)
+    lose(ledger, at=13)
+    for future in (waiting, ledger.due(11, forced=True)):
+        with pytest.raises(LeaseLost, match="taken over"):
+            future.result(0)
+    assert (ledger.pending(), ledger.held()) == ([], frozenset())
+    assert raises_at(ledger, 11, 12, 13, 14, 13) == [13, 14, 13]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_wait_for_a_flush_raises_a_lost_lease_whenever_a_rank_hears_of_it(ledger, knows):
+    """All ranks wait for the same flushes after the same step; some of them know of the loss already."""
+    ledger.tell(step=10)
+    if knows:
+        lose(ledger, at=13)
+    future = ledger.due(10, forced=False)
+    assert future.done() is knows
+    lose(ledger, at=13)
+    assert raises_at(ledger, None) == [None]
+
+
+def test_a_wait_for_nothing_raises_a_lost_lease_only_where_every_rank_knows(ledger):
+    ledger.tell(step=10)
+    lose(ledger, at=13)
+    assert raises_at(ledger, None) == []
+    ledger.tell(step=13)
+    assert raises_at(ledger, None) == [None]
+
+
+def test_a_line_that_begins_after_a_lost_lease_has_its_own_steps(ledger):
+    lose(ledger, at=1000)
+    ledger.begin_line("t", committed=5, adopted=None)
+    lose(ledger, at=8)
+    assert raises_at(ledger, 6, 7, 8) == [8]
+
+
+def test_who_waits_for_a_slot_when_all_saving_ends_is_told_with_all_ranks_and_not_alone(ledger):
+    """The others may have found a slot: they raise at their next call, or where all do."""
+    never = SimpleNamespace(count=1, ready=lambda nbytes: True, wait_ready=lambda seconds: None)
+    never.acquire, never.drop = lambda *_: None, lambda _: False
+    capture = SimpleNamespace(layout=SimpleNamespace(image_bytes=1, encoded=b""), objects=b"")
+    lose(ledger, at=13)
+    assert Slots(never, ledger, CheckpointConfig()).acquire(10, capture, "t", deadline=math.inf) is None

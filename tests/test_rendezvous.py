@@ -6,6 +6,7 @@ which this file is also the program: ``python test_rendezvous.py SCENARIO RANK W
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -22,12 +23,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from easyckpt import opening
 from easyckpt.distributed import rendezvous
 from easyckpt.distributed.channel import StoreChannel
 from easyckpt.distributed.ranks import Ranks, discover
 from easyckpt.distributed.rendezvous import LocalChannel, StoreClient, connect, settle_locality
 from easyckpt.distributed.store import base_store, store_of
 from easyckpt.errors import PeerError, PeerFailed, PeerTimeout, UsageError
+from easyckpt.storage import lease_chain
 from tests.support.zygote import fork_program
 
 LIMIT = 120.0
@@ -285,6 +288,24 @@ def test_locality_is_counted_by_what_is_shared(job):
         return settled.local_rank, settled.local_world_size, settled.neighbours
 
     assert job(work) == [(0, 2, (2,)), (0, 1, ()), (1, 2, (0,))]
+
+
+def test_hosts_that_were_made_alike_are_told_apart_by_their_boot(memory_dir, monkeypatch):
+    """Machines of one image have one name, and the same device and inode numbers for /dev/shm."""
+    nodes = []
+    for boot in ("one", "two", "one", None):
+
+        def read_boot(path, boot=boot, **_):
+            assert path == "/proc/sys/kernel/random/boot_id"
+            if boot is None:
+                raise PermissionError(path)
+            return io.StringIO(f"{boot}\n")
+
+        monkeypatch.setattr(lease_chain, "open", read_boot, raising=False)
+        nodes.append(opening._node(str(memory_dir)))
+    assert nodes[0] == nodes[2]
+    assert len({*nodes}) == 3
+    assert all(node.startswith(f"{socket.gethostname()}/") for node in nodes)
 
 
 def test_a_single_process_meets_nobody():

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from easyckpt import catalog
+from easyckpt.format import layout
+from easyckpt.storage.local import LocalStorage
+from easyckpt.verification import verify
 from tests.support.zygote import fork_program
 
 PREAMBLE = """
@@ -424,3 +428,51 @@ if {place != "the job closes"}:
     refused = "save_if_needed save load wait close abandon" + " step" * ("hold" in INTERRUPTED[place])
     assert run(root, body) == (0, f"{refused} (False, True)\n")
     assert (root / ("step-00000004" if place == "the job closes" else "step-00000006")).is_dir()
+
+
+@pytest.mark.parametrize(
+    "point", ["writer.shard.begin", "writer.index.synced", "commit.manifest.written", "commit.rename.before"]
+)
+def test_what_a_signal_flushes_before_the_first_save_is_no_leftover(root, tmp_path, point):
+    """Restarted from memory, signalled at once: the first save finds the directory of an attempt that is running."""
+    assert run(root, "make().wait()\nos._exit(9)\n") == (9, "")
+    body = f"""
+import threading
+from easyckpt import failpoints
+signal.signal(signal.SIGUSR1, lambda *_: None)
+settings = {{"signals": ("SIGUSR1",), "save_storage_interval": 1000}}
+checkpointer = easyckpt.Checkpointer(sys.argv[1], {{"model": model, "optimizer": optimizer}}, **settings)
+first = checkpointer.load().step
+hold, saved = {str(tmp_path / "hold")!r}, threading.Event()
+failpoints.arm("{point}=hold:" + hold)
+os.kill(os.getpid(), signal.SIGUSR1)
+while not os.path.exists(hold):
+    time.sleep(0.001)
+
+def waits():
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None and frame.f_code.co_name != "_opened_line":
+        frame = frame.f_back
+    return frame is not None
+
+def let_go():
+    while not saved.is_set() and not waits():
+        time.sleep(0.001)
+    open(hold + ".go", "w").close()
+
+threading.Thread(target=let_go).start()
+for step in range(first + 1, first + 4):
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    checkpointer.save_if_needed(step)
+    saved.set()
+while not checkpointer.stats().counts.get("FlushCommitted"):
+    time.sleep(0.001)
+    checkpointer.wait()
+checkpointer.close()
+"""
+    assert run(root, body) == (0, "")
+    storage = LocalStorage(root)
+    entries = catalog.scan(storage, layout.NativeNaming()).entries
+    assert [entries[0].name, entries[-1].name] == [layout.step_dir(3), layout.step_dir(6)]
+    assert not any(verify(storage, entry) for entry in entries)

@@ -137,8 +137,8 @@ class _Meeting:
 def settle_locality(ranks: Ranks, channel: Channel, node: str, timeout: float) -> Ranks:
     """`ranks` with the true local_rank, local_world_size and neighbours, agreed by all ranks.
 
-    `node` is any text that two ranks have in common exactly when they share memory: host name, boot id and the
-    device number of the memory directory (two containers of one host have different ones).
+    `node` is any text that two ranks have in common exactly when they share memory: host name, boot id (where it can be
+    read), and device and inode of the memory directory (two containers of one host have different ones).
     """
     nodes = channel.exchange("node", node, timeout)
     here = [rank for rank, other in enumerate(nodes) if other == node]

@@ -10,7 +10,8 @@ from typing import Any
 from easyckpt import catalog
 from easyckpt.distributed.rendezvous import LocalChannel
 from easyckpt.errors import DamagedCheckpoint, EasyckptError, ForeignFormat, NoCheckpoint, StorageError
-from easyckpt.format.layout import ROOT_FILE, NamingScheme, NativeNaming
+from easyckpt.format import layout
+from easyckpt.format.layout import ROOT_FILE, NamingScheme
 from easyckpt.format.manifest import Manifest
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.loader import Restored, fit, left_out_text
@@ -65,7 +66,7 @@ def _restore(
     strict: bool,
     components: Collection[str] | None,
 ) -> Restored:
-    listed = _committed(storage, NativeNaming(), step)
+    listed = _committed(storage, layout.NativeNaming(), step)
     live = StateCapture(state).components
     names = set(state) if components is None else components
     manifests: dict[str, Manifest] = {}
@@ -83,8 +84,8 @@ def _restore(
             raise
 
     def apply(snapshot: Snapshot) -> None:
-        layout = snapshot.layout
-        apply_all(live, layout, layout.trees, snapshot.objects, snapshot.leaf, strict=strict, components=names)
+        image = snapshot.layout
+        apply_all(live, image, image.trees, snapshot.objects, snapshot.leaf, strict=strict, components=names)
 
     def left_out(number: int, what: list[str]) -> None:
         logger.warning(left_out_text(number, what))

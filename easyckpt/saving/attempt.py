@@ -19,6 +19,16 @@ class Work:
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
+def attempt_name(incarnation: str, number: int) -> str:
+    """The name of an attempt: whose it is, and its number there."""
+    return f"{incarnation}-{number:06d}"
+
+
+def is_own(attempt: str | None, incarnation: str) -> bool:
+    """Whether `attempt` is one of `incarnation`: it may be running, whatever its directory looks like."""
+    return attempt is not None and attempt.rpartition("-")[0] == incarnation
+
+
 class Attempt:
     """Pure, as the leader is. `flush` is what stands on the board."""
 
@@ -29,6 +39,16 @@ class Attempt:
         self._working = False
         self.lost = False
         """A rank does not hold the snapshot any more."""
+
+    @property
+    def committing(self) -> bool:
+        """Whether it may become real at any moment."""
+        return self._working and self.flush.abandoned is None
+
+    def give_up(self, reason: str, now: float) -> None:
+        """Abandon it, unless it is too late for that."""
+        if not self._working and self.flush.abandoned is None:
+            self._abandon(reason, now)
 
     def advance(self, posts: Sequence[Post | None], now: float) -> Work | None:
         """Take in what the ranks report; returns the work that ends this attempt, once."""

@@ -45,12 +45,12 @@ def commit(context: CommitContext, flush: Flush, files: Mapping[str, tuple[int, 
     temporary, final = naming.temporary(flush.step, flush.attempt), naming.committed(flush.step)
     failpoints.hit(REPORTED)
     _check_files(storage, temporary, files)
+    context.check_lease()
     if _is_committed(context, final, manifest):
         storage.sync_dir("")  # an earlier attempt was renamed, and may not have come to this
         storage.remove_tree(temporary)
         return sum(size for size, _ in files.values())
     _make_way(context, final)
-    context.check_lease()
     with storage.create(f"{temporary}/{layout.MANIFEST}") as file:
         data = manifest.to_bytes()
         file.write_at(memoryview(data), 0)
@@ -60,7 +60,7 @@ def commit(context: CommitContext, flush: Flush, files: Mapping[str, tuple[int, 
     failpoints.hit(RENAME_BEFORE)
     context.check_lease()
     _make_real(storage, temporary, final, flush)
-    _point_to(storage, final)
+    _point_to(context, final)
     return sum(size for size, _ in files.values()) + len(data)
 
 
@@ -120,6 +120,7 @@ def _make_way(context: CommitContext, final: str) -> None:
     entry = catalog.inspect(storage, final, context.naming)
     if entry.problem is None:
         raise SaveFailed(f"{final} is a checkpoint of another line of training; it is not overwritten")
+    context.check_lease()
     logger.warning("%s is damaged (%s) and is moved to trash", final, entry.problem)
     storage.rename(final, context.naming.trash(final, secrets.token_hex(4)))
     storage.sync_dir("")
@@ -156,11 +157,12 @@ def _not_durable(storage: Storage, final: str, flush: Flush, error: Exception) -
     )
 
 
-def _point_to(storage: Storage, final: str) -> None:
+def _point_to(context: CommitContext, final: str) -> None:
     """Rewrite the hint. The checkpoint is durable by now: a failure here must not be reported as one."""
     try:
         failpoints.hit(DURABLE)
-        storage.replace(layout.LATEST, (final + "\n").encode())
+        context.check_lease()
+        context.storage.replace(layout.LATEST, (final + "\n").encode())
         failpoints.hit(LATEST_AFTER)
     except (OSError, StorageError) as error:
         logger.warning("%s is committed; rewriting %r failed: %s", final, layout.LATEST, error)

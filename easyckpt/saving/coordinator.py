@@ -11,7 +11,7 @@ import time
 from concurrent.futures import Future
 
 from easyckpt.config import CheckpointConfig
-from easyckpt.errors import EasyckptError, PeerTimeout, SaveFailed
+from easyckpt.errors import LeaseLost, PeerTimeout, SaveFailed
 from easyckpt.saving.coordinator_thread import CoordinatorParts, CoordinatorThread
 from easyckpt.saving.leader import Leader, LeaderPolicy
 from easyckpt.saving.ledger import Ledger
@@ -74,12 +74,15 @@ class Coordinator:
         return future
 
     def raise_failure(self, step: int | None) -> None:
-        """Raise what went wrong in the background; `step`: only if every rank raises it at this step or before."""
+        """Raise what went wrong in the background; `step`: only if every rank raises it at this step or before.
+
+        None: after waiting for what was asked for.
+        """
         self.ledger.raise_failure(step)
 
-    def fail(self, error: EasyckptError) -> None:
-        """Something that ends all saving (a lost lease): raised at every call from now on. From any thread."""
-        self.ledger.end_all(error)
+    def lose_lease(self, error: LeaseLost) -> None:
+        """Rank 0: nothing is saved any more, and all ranks raise `error` at the same step. From any thread."""
+        self.ledger.lose_lease(str(error))
         self._thread.wake.set()
 
     def emergency(self, seconds: float) -> bool:
@@ -110,6 +113,8 @@ class Coordinator:
                 f"rank {self._ranks.rank}: closing did not end within {self._parts.config.close_timeout:g} s "
                 f"(close_timeout); the newest commit known here is step {self.committed}"
             )
+        if self.ledger.fatal is not None:
+            raise self.ledger.fatal
         self.raise_failure(None)
         if self.ledger.unsaved is not None:
             raise self.ledger.unsaved

@@ -55,6 +55,8 @@ class CoordinatorParts:
     committed_by: Callable[[Flush], bool]
     """Whether an attempt has become a checkpoint, as the root says."""
     dead_peers: Callable[[], list[int]]
+    on_lease_lost: Callable[[], None]
+    """The root is another job's: what this rank still has to say is not written there. Maybe more than once."""
 
 
 class CoordinatorThread:
@@ -231,6 +233,9 @@ class CoordinatorThread:
             error = error_of(decision)
             for promise in promises:
                 promise.set_result(decision.step) if error is None else promise.set_exception(error)
+        if board.lease_lost and self._ledger.fatal is not None:
+            self._ledger.give_up(self._ledger.fatal)
+            self._parts.on_lease_lost()
         if board.flush is not None:
             self._participant.take_part(board.flush)
         self.alarms.hear(board)

@@ -20,7 +20,10 @@ class Failures:
         self.unsaved: EasyckptError | None = None
         """The newest failure, if nothing was committed since."""
         self.fatal: EasyckptError | None = None
-        """What has ended all saving: raised at every call."""
+        """What has ended all saving: raised at every call, by all ranks from step `fatal_at` on."""
+        self.fatal_at = -1
+        self.refused = False
+        """A flush that was due has got `fatal` for its answer: so it has on every rank that waits for it."""
 
     def record(self, decision: Decision) -> None:
         """A flush has ended."""
@@ -33,14 +36,24 @@ class Failures:
             if not tolerated and error is not None and self._pending is None:
                 self._pending = (decision.raise_at, error)
 
-    def end_all(self, error: EasyckptError) -> None:
-        """Nothing can be saved any more; the first reason stays."""
+    def end_all(self, error: EasyckptError, at: int = -1) -> None:
+        """Nothing can be saved any more; the first reason stays. All ranks raise it at step `at`; -1: at once."""
+        if self.fatal is None or self.fatal_at >= 0:
+            self.fatal_at = at
         self.fatal = self.fatal or error
 
-    def take(self, step: int | None) -> EasyckptError | None:
-        """What is to be raised now; `step`: only if every rank raises it at this step or before."""
-        error = self.fatal
-        if error is None and self._pending is not None and (step is None or step >= self._pending[0]):
+    def take(self, step: int | None, came_to: int) -> EasyckptError | None:
+        """What is to be raised now; `step`: only if every rank raises it at this step or before.
+
+        None where training has waited at step `came_to` for what it has asked for: what has ended all saving is raised
+        there only if the others cannot come past it either, whether they have heard of it so far or not.
+        """
+        if self.fatal is not None and (
+            (came_to if step is None else step) >= self.fatal_at or (step is None and self.refused)
+        ):
+            return self.fatal
+        error = None
+        if self._pending is not None and (step is None or step >= self._pending[0]):
             error, self._pending = self._pending[1], None
         return error
 

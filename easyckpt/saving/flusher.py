@@ -1,4 +1,4 @@
-"""One rank's storage work, on one background thread: write the shard, and for rank 0 commit, clean up and retain."""
+"""One rank's storage work, on one background thread: write the shard; rank 0: commit, clean up, retain, open lines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from easyckpt import catalog
 from easyckpt.catalog import Catalog, Entry
 from easyckpt.distributed.ranks import Ranks
-from easyckpt.errors import EasyckptError, OutcomeUnknown
+from easyckpt.errors import EasyckptError, LeaseLost, OutcomeUnknown, SaveFailed
 from easyckpt.events import Event, Retained
 from easyckpt.format.image import Layout
+from easyckpt.format.manifest import RootRecord
 from easyckpt.saving.commit import CommitContext, build_manifest, commit
 from easyckpt.saving.leader import Work
+from easyckpt.saving.line import Origin, open_line
 from easyckpt.saving.messages import Flush
-from easyckpt.saving.metrics import metrics_in
+from easyckpt.saving.metrics import Metrics, metrics_in
 from easyckpt.saving.retention import apply_retention
 from easyckpt.saving.worker import Result, Worker
 from easyckpt.saving.writer import ShardWriter, SnapshotBytes, replicated_digest
@@ -75,6 +77,7 @@ class Flusher:
 
         def job() -> dict[str, tuple[int, str]]:
             directory = self._context.naming.temporary(flush.step, flush.attempt)
+            self._context.check_lease()
             self._context.storage.makedirs(directory)
             records = self._writer.write(
                 directory,
@@ -94,6 +97,7 @@ class Flusher:
         def job() -> CommitResult:
             try:
                 record = catalog.read_root(self._context.storage)
+                self._check_line(record, view.meta.timeline, work.flush.step)
                 manifest = build_manifest(
                     work.flush,
                     work.files,
@@ -130,7 +134,17 @@ class Flusher:
             storage, naming = self._context.storage, self._context.naming
             try:
                 found = catalog.scan(storage, naming)
-                removed = apply_retention(storage, naming, found, newest=self._keep_newest, held=held)
+                removed = apply_retention(
+                    storage,
+                    naming,
+                    found,
+                    newest=self._keep_newest,
+                    held=held,
+                    check_lease=self._context.check_lease,
+                )
+            except LeaseLost as error:
+                logger.warning("old checkpoints are not rotated any more: %s", error)
+                return
             except (EasyckptError, OSError) as error:
                 logger.warning("rotating old checkpoints failed, will try again after the next commit: %s", error)
                 return
@@ -138,6 +152,14 @@ class Flusher:
                 self._emit(_retained(found, removed, time.perf_counter() - begun))
 
         return self._worker.submit(job)
+
+    def open_line(
+        self, origin: Origin | None, metrics: Metrics, *, incarnation: str, busy: Callable[[], None]
+    ) -> Future[tuple[RootRecord, int]]:
+        """Rank 0: see `line.open_line`. It follows what was handed over before, so that nothing runs beside it."""
+        return self._worker.submit(
+            lambda: open_line(self._context, origin, metrics, incarnation=incarnation, busy=busy)
+        )
 
     def submit(self, job: Callable[[], Result]) -> Future[Result]:
         """Run any job on this thread, between flushes."""
@@ -147,9 +169,18 @@ class Flusher:
         """Finish the jobs handed over; False when they did not end in `timeout` seconds."""
         return self._worker.stop(timeout)
 
+    def _check_line(self, record: RootRecord | None, timeline: str, step: int) -> None:
+        """A checkpoint beside the root's line would be no candidate ever: that must not pass for a save."""
+        if record is not None and not record.on_ancestry(timeline, step):
+            raise SaveFailed(
+                f"step {step} belongs to the line of training {timeline}, and {self._context.storage.root} goes on "
+                "from another one by now"
+            )
+
     def _remove_attempt(self, flush: Flush) -> None:
         directory = self._context.naming.temporary(flush.step, flush.attempt)
         try:
+            self._context.check_lease()  # who has taken the root over may be making this very attempt a checkpoint
             if self._context.storage.exists(directory):
                 self._context.storage.remove_tree(directory)
         except (EasyckptError, OSError) as error:

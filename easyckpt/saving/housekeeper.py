@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from easyckpt.errors import EasyckptError, LeaseLost
+from easyckpt.errors import LeaseLost
 from easyckpt.events import EventLog
 from easyckpt.saving.metrics import Metrics
 from easyckpt.storage.base import Storage
@@ -31,7 +31,7 @@ class Housekeeper:
         *,
         lease: Lease | None,
         lease_interval: float,
-        on_lease_lost: Callable[[EasyckptError], None],
+        on_lease_lost: Callable[[LeaseLost], None],
         look_after_memory: Callable[[], None],
     ) -> None:
         self._events, self._metrics, self._storage = events, metrics, storage
@@ -69,15 +69,19 @@ class Housekeeper:
             logger.warning("%d lines of metrics could not be written and are lost", self._metrics.unwritten)
 
     def _once(self) -> None:
+        # First, since what is written goes into the root.
+        if self._lease is not None and (not self._lease.held or self._since_renewal() >= self._lease_interval):
+            self._renewed = time.monotonic()
+            self._do("renewing the lease", functools.partial(self._renew, self._lease))
         self._do("writing events", self._events.drain)
-        if self._metrics is not None:
+        if self._metrics is not None and self._lease is not None:
             self._do("writing metrics", functools.partial(self._metrics.write, self._storage))
         if time.monotonic() - self._looked >= MEMORY_PERIOD_SECONDS:
             self._looked = time.monotonic()
             self._do("looking after the memory tier", self._look_after_memory)
-        if self._lease is not None and time.monotonic() - self._renewed >= self._lease_interval:
-            self._renewed = time.monotonic()
-            self._do("renewing the lease", functools.partial(self._renew, self._lease))
+
+    def _since_renewal(self) -> float:
+        return time.monotonic() - self._renewed
 
     def _do(self, what: str, duty: Callable[[], object]) -> None:
         """Whatever one duty meets, the others go on: the lease is lost without them. Said once, until it has passed."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from easyckpt.saving.attempt import Attempt, Work
+from easyckpt.saving.attempt import Attempt, Work, attempt_name
 from easyckpt.saving.failures import missing_at_the_end
 from easyckpt.saving.messages import Board, Decision, Flush, Post
 from easyckpt.saving.pace import Pace
@@ -76,6 +76,9 @@ class Leader:
         self._closing_since: float | None = None
         self._closed = False
         self._close_error = self._not_durable = ""
+        self._lost = self._lease_lost = ""
+        """Why this job may write no more; the second once all are told, which a commit that is under way holds up."""
+        self._lost_at = 0
 
     def begin_line(self, line: int, committed: int, floor: int) -> None:
         """Line number `line` begins: what counts as committed and as floor on it (-1: nothing)."""
@@ -84,6 +87,11 @@ class Leader:
         self._pace.go_on_from(max(committed, floor))
         if self._emergency:
             self._preempt_at = self._pace.step_ahead()
+        self._lost_at = self._pace.step_ahead()
+
+    def lose_lease(self, reason: str) -> None:
+        """The root belongs to another job: what runs is given up, nothing is begun, and all ranks are told."""
+        self._lost = self._lost or reason
 
     def add_due(self, due: Due) -> None:
         """All ranks have come to a due step (rank 0 speaks for all: they run the same loop)."""
@@ -108,7 +116,9 @@ class Leader:
             self._decisions = [decision for decision in self._decisions if decision.number > seen]
         self._pace.update(max((post.step for post in known), default=-1), now)
         self._begin_emergency(max((post.emergency for post in known), default=0), now)
-        self._dues = deque(due for due in self._dues if due.step > self.committed)
+        self._dues = deque(due for due in self._dues if due.step > self.committed and not self._lost)
+        if self._lost:
+            self._end_saving(now)
         work = None
         if self._active is None:
             self._next_flush(posts, known, everyone, now)
@@ -195,15 +205,21 @@ class Leader:
             return True
         return everyone and not self._closed and all(post.closing for post in known)
 
+    def _end_saving(self, now: float) -> None:
+        if self._active is not None:
+            self._active.give_up(self._lost, now)
+        if not self._lease_lost and (self._active is None or not self._active.committing):
+            self._lease_lost, self._lost_at = self._lost, self._pace.step_ahead()
+
     def _emergency_is_settled(self) -> bool:
-        return self._emergency_floor <= max(self.committed, self._failed_floor)
+        return bool(self._lost) or self._emergency_floor <= max(self.committed, self._failed_floor)
 
     def _floor_is_settled(self) -> bool:
-        return self._whole <= max(self.committed, self._failed_floor)
+        return bool(self._lost) or self._whole <= max(self.committed, self._failed_floor)
 
     def _start(self, step: int, due: int | None, now: float) -> None:
         self._attempts += 1
-        attempt = f"{self._incarnation}-{self._attempts:06d}"
+        attempt = attempt_name(self._incarnation, self._attempts)
         self._active = Attempt(
             Flush(attempt=attempt, step=step, due=due, share=self.share, line=self._line),
             now,
@@ -299,6 +315,8 @@ class Leader:
             emergency=self._emergency,
             emergency_over=self._emergency_over,
             preempt_at=self._preempt_at,
+            lease_lost=self._lease_lost,
+            lost_at=self._lost_at if self._lease_lost else 0,
             closed=self._closed,
             close_error=self._close_error,
             not_durable=self._not_durable,

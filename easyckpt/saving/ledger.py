@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from easyckpt.config import CheckpointConfig
-from easyckpt.errors import EasyckptError
+from easyckpt.errors import EasyckptError, LeaseLost
 from easyckpt.memory.slot import SlotMeta
 from easyckpt.saving.failures import Failures, error_of
 from easyckpt.saving.leader import Due, Leader, Work
@@ -103,6 +103,7 @@ class Ledger:
             if step <= self.committed:
                 return resolved(step)
             if self._failures.fatal is not None:
+                self._failures.refused = True
                 return failed(self._failures.fatal)
             self._asked = max(self._asked, step)
             early = self._take_early(step, forced)
@@ -145,6 +146,12 @@ class Ledger:
         with self.lock:
             self._leader.finished(work, reason=reason, unknown=unknown, nbytes=nbytes, seconds=seconds)
 
+    def lose_lease(self, reason: str) -> None:
+        """Rank 0: another job owns the root. All ranks hear of it from the board."""
+        assert self._leader is not None
+        with self.lock:
+            self._leader.lose_lease(reason)
+
     def hear(self, board: Board) -> list[tuple[Decision, list[Promise]]]:
         """Take in what rank 0 says; returns the new decisions with what they decide: to be resolved by the caller."""
         with self.changed:
@@ -154,6 +161,8 @@ class Ledger:
             self.floor = max(self.floor, board.floor)
             self.useless = frozenset(board.useless)
             self.blocking |= board.without_memory
+            if board.lease_lost:
+                self._failures.end_all(LeaseLost(board.lease_lost), board.lost_at)
             self.changed.notify_all()
             return decided
 
@@ -220,7 +229,7 @@ class Ledger:
     def raise_failure(self, step: int | None) -> None:
         """See Coordinator."""
         with self.lock:
-            error = self._failures.take(step)
+            error = self._failures.take(step, self.post.step)
         if error is not None:
             raise error
 
@@ -234,9 +243,8 @@ class Ledger:
     def give_up(self, error: EasyckptError) -> None:
         """Flushes without a decision get none any more."""
         with self.lock:
-            waiting = list(self._waiting.values())
-            self._waiting.clear()
-            self._forced.clear()
+            waiting = [self._settle(step) for step in list(self._waiting)]
+            self._failures.refused |= bool(waiting)
         for promise in waiting:
             promise.set_exception(error)
 

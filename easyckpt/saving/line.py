@@ -18,6 +18,8 @@ from easyckpt.catalog import Catalog, Entry
 from easyckpt.errors import NotLoaded, SaveFailed
 from easyckpt.format import layout
 from easyckpt.format.manifest import RootRecord, Timeline
+from easyckpt.saving.attempt import is_own
+from easyckpt.saving.commit import CommitContext
 from easyckpt.saving.metrics import Metrics
 from easyckpt.storage.base import Storage
 from easyckpt.verification import verify
@@ -67,37 +69,44 @@ def new_root(storage: Storage, naming: layout.NamingScheme) -> RootRecord:
 
 
 def open_line(
-    storage: Storage,
-    naming: layout.NamingScheme,
+    context: CommitContext,
     origin: Origin | None,
     metrics: Metrics,
+    *,
+    incarnation: str,
     busy: Callable[[], None] = lambda: None,
 ) -> tuple[RootRecord, int]:
     """Open the line that goes on from `origin`; None when load() was never called. `metrics` past it are dropped.
 
-    A leftover to be rolled forward is read as a whole, all ranks' files: `busy` is called as that gets on.
+    A leftover to be rolled forward is read as a whole, all ranks' files: `busy` is called as that gets on. Attempts of
+    this `incarnation` of the job are no leftovers.
     Returns the root's new record, whose last timeline it is, and the newest step that is committed on it (-1: none).
-    Raises NotLoaded when the root holds checkpoints that nobody has looked at, SaveFailed when storage refuses.
+    Raises NotLoaded when the root holds checkpoints that nobody has looked at, SaveFailed when storage refuses,
+    LeaseLost when the root belongs to another job by now: it is asked before each change, since that other job may
+    have taken over at any moment since this one has loaded.
     """
     try:
-        return _open_line(storage, naming, origin, metrics, busy)
+        return _open_line(context, origin, metrics, incarnation, busy)
     except OSError as error:
-        raise SaveFailed(f"{storage.root}: beginning a line of training failed, nothing is saved: {error}") from error
+        root = context.storage.root
+        raise SaveFailed(f"{root}: beginning a line of training failed, nothing is saved: {error}") from error
 
 
 def _open_line(
-    storage: Storage, naming: layout.NamingScheme, origin: Origin | None, metrics: Metrics, busy: Callable[[], None]
+    context: CommitContext, origin: Origin | None, metrics: Metrics, incarnation: str, busy: Callable[[], None]
 ) -> tuple[RootRecord, int]:
+    storage = context.storage
+    context.check_lease()
     record = catalog.read_root(storage)
     assert record is not None
-    found = catalog.scan(storage, naming)
+    found = catalog.scan(storage, context.naming)
     if origin is None and any(entry.kind == "committed" for entry in found.entries):
         raise NotLoaded(
             f"{storage.root} holds checkpoints: call load() before the first save, or give the job another root"
         )
     origin = origin or Origin(0, None)
     failpoints.hit(OPEN_BEFORE)
-    _tidy_attempts(storage, naming, record, found, busy)
+    _tidy_attempts(context, record, found, incarnation, busy)
     parent = origin.timeline
     line = Timeline(
         id=secrets.token_hex(4),
@@ -107,15 +116,18 @@ def _open_line(
         opened=time.time(),
     )
     record = dataclasses.replace(record, timelines=(*record.timelines, line))
+    context.check_lease()
     catalog.write_root(storage, record)
     failpoints.hit(OPENED)
-    committed = _set_aside(storage, naming, record, origin.step)
+    committed = _set_aside(context, record, origin.step)
+    context.check_lease()
     metrics.cut(storage, origin.step)
     return record, committed
 
 
-def _set_aside(storage: Storage, naming: layout.NamingScheme, record: RootRecord, fork: int) -> int:
+def _set_aside(context: CommitContext, record: RootRecord, fork: int) -> int:
     """Rename what does not lie in the past of the new line; returns the newest step that does."""
+    storage, naming = context.storage, context.naming
     kept = [-1]
     for entry in catalog.scan(storage, naming).entries:
         if entry.kind != "committed":
@@ -126,6 +138,7 @@ def _set_aside(storage: Storage, naming: layout.NamingScheme, record: RootRecord
                 kept.append(entry.step)
             continue
         stale = naming.stale(entry.step, _abandoned_by(record, timeline, entry.step).id)
+        context.check_lease()
         logger.warning("%s lies past step %d, where training goes on from: set aside as %s", entry.name, fork, stale)
         storage.rename(entry.name, stale)
         failpoints.hit(SET_ASIDE)
@@ -147,35 +160,44 @@ def _abandoned_by(record: RootRecord, timeline: str | None, step: int) -> Timeli
 
 
 def _tidy_attempts(
-    storage: Storage, naming: layout.NamingScheme, record: RootRecord, found: Catalog, busy: Callable[[], None]
+    context: CommitContext, record: RootRecord, found: Catalog, incarnation: str, busy: Callable[[], None]
 ) -> None:
-    """Roll the newest whole attempt forward, remove the other leftovers of dead processes."""
+    """Roll the newest whole attempt forward, remove the other leftovers of dead processes.
+
+    An attempt of this job may be running, for a signal that came before the first save: its end is its own business.
+    """
+    storage = context.storage
     committed = {entry.step for entry in found.entries if entry.kind == "committed" and entry.problem is None}
-    leftovers = [entry for entry in found.entries if entry.kind == "temporary"]
+    leftovers = [entry for entry in found.of_kind("temporary") if not is_own(entry.attempt, incarnation)]
     whole = [entry for entry in leftovers if _rolls_forward(record, entry, committed)]
     newest = max(whole, key=lambda entry: (entry.step, entry.attempt or ""), default=None)
     for entry in leftovers:
         if entry is newest and not verify(storage, entry, lambda _: busy()):
-            final = naming.committed(entry.step)
-            _make_manifest_durable(storage, entry.name)
-            if storage.exists(final):
-                storage.rename(final, naming.trash(final, secrets.token_hex(4)))
-            storage.rename(entry.name, final)
-            logger.warning("%s was complete but for its rename: it is %s now", entry.name, final)
+            _roll_forward(context, entry)
         else:
+            context.check_lease()
             storage.remove_tree(entry.name)
-    for entry in found.entries:
-        if entry.kind == "trash":
-            storage.remove_tree(entry.name)
+    for entry in found.of_kind("trash"):
+        context.check_lease()
+        storage.remove_tree(entry.name)
     for name in found.stray:
+        context.check_lease()
         storage.remove(name)
     storage.sync_dir("")
 
 
-def _make_manifest_durable(storage: Storage, directory: str) -> None:
-    """The process that wrote it may have died before it could sync it; all other files were synced before it."""
-    path = f"{directory}/{layout.MANIFEST}"
-    storage.replace(path, storage.read(path))
+def _roll_forward(context: CommitContext, entry: Entry) -> None:
+    storage, final = context.storage, context.naming.committed(entry.step)
+    context.check_lease()
+    # The process that wrote the manifest may have died before it could sync it; all other files were synced before it.
+    manifest = f"{entry.name}/{layout.MANIFEST}"
+    storage.replace(manifest, storage.read(manifest))
+    if storage.exists(final):
+        context.check_lease()
+        storage.rename(final, context.naming.trash(final, secrets.token_hex(4)))
+    context.check_lease()
+    storage.rename(entry.name, final)
+    logger.warning("%s was complete but for its rename: it is %s now", entry.name, final)
 
 
 def _rolls_forward(record: RootRecord, entry: Entry, committed: set[int]) -> bool:

@@ -110,6 +110,10 @@ class Board:
     emergency_over: bool = False
     preempt_at: int = 0
     """Since the first emergency: the first step at which every rank may see that it is preempted."""
+    lease_lost: str = ""
+    """Why nothing is saved any more, once that is certain: another job has taken the root over."""
+    lost_at: int = 0
+    """Then: the first step at which every rank raises that."""
     closed: bool = False
     close_error: str = ""
     """Who did not come to the end in time."""

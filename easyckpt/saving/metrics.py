@@ -29,7 +29,8 @@ OWN_NAMES = {"step": "logged_step", "time": "logged_time"}
 
 
 class Metrics:
-    """`log`, `take` and `cut` belong to the training thread; `write` to a background thread, which reads GPU tensors.
+    """`log` and `take` belong to the training thread, which waits during `cut`; `write` to a background thread, which
+    reads GPU tensors.
 
     With `writes` (rank 0's), what is taken waits for `write`; else it only goes into the snapshot.
     """

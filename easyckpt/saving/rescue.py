@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from easyckpt import catalog
 from easyckpt.config import CheckpointConfig
-from easyckpt.errors import ForeignFormat, NotLoaded, RootInUse
+from easyckpt.errors import EasyckptError, ForeignFormat, LeaseLost, NotLoaded, RootInUse
 from easyckpt.format import layout
 from easyckpt.format.image import Layout
 from easyckpt.format.layout import NamingScheme
@@ -24,8 +26,14 @@ from easyckpt.saving.commit import CommitContext, build_manifest, commit
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import metrics_in
 from easyckpt.saving.writer import ShardWriter, replicated_digest
+from easyckpt.storage.base import Storage
 from easyckpt.storage.lease import Lease
 from easyckpt.storage.local import LocalStorage
+
+logger = logging.getLogger("easyckpt")
+
+Held = tuple[str, SlotMeta]
+"""The path of a slot, and what it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,34 +60,43 @@ def rescue(
     part is missing here (another node has it, or had it) are left alone.
     """
     storage = LocalStorage(root, direct_io=config.direct_io)
-    record = catalog.read_root(storage)
-    if record is None:
-        raise ForeignFormat(f"{root} is not a checkpoint root: it has no {layout.ROOT_FILE}")
     directory, _ = memory_directory(config.memory_dir)
-    arena = layout.arena_id(record.run, os.path.realpath(storage.root))
-    groups = _whole_groups(directory, user, record, arena)
-    if not groups:
-        return []
-    found = catalog.scan(storage, naming)
-    newest = max((entry.step for entry in found.committed() if _on_line(record, entry)), default=-1)
-    lease = _lease(storage, record, next(iter(groups.values()))[0], config)
-    with _owned(path for paths in groups.values() for path in paths):
+    # What is found now may be gone, or be of other steps, once it is owned: a job may live and go on until then.
+    owners = {layout.owner_beside(path) for path, _ in _slots(storage, _record(storage), directory, user)}
+    with _owned(owners):
+        record = _record(storage)
+        if not _whole_groups(storage, record, directory, user, owners):
+            return []
+        lease = _lease(storage, record, min(owners), config)
         lease.acquire(on_wait)
         try:
-            context = CommitContext(storage=storage, naming=naming, check_lease=lease.check)
-            return [
-                _commit_group(context, record, paths)
-                for (_, step), paths in sorted(groups.items(), key=lambda item: item[0][1])
-                if step > newest
-            ]
+            with _renewed(lease, config.lease_interval):
+                context = CommitContext(storage=storage, naming=naming, check_lease=lease.check)
+                return _commit_all(context, directory, user, owners)
         finally:
             lease.release()
 
 
-def _lease(storage: LocalStorage, record: RootRecord, slot_path: str, config: CheckpointConfig) -> Lease:
+def _record(storage: Storage) -> RootRecord:
+    record = catalog.read_root(storage)
+    if record is None:
+        raise ForeignFormat(f"{storage.root} is not a checkpoint root: it has no {layout.ROOT_FILE}")
+    return record
+
+
+def _commit_all(context: CommitContext, directory: str, user: str | None, owners: Collection[str]) -> list[RescuedStep]:
+    storage = context.storage
+    record = _record(storage)  # who owned the root before may have changed it up to now
+    found = catalog.scan(storage, context.naming)
+    newest = max((entry.step for entry in found.committed() if _on_line(record, entry)), default=-1)
+    groups = _whole_groups(storage, record, directory, user, owners)
+    return [_commit_group(context, record, group) for group in groups if group[0][1].step > newest]
+
+
+def _lease(storage: LocalStorage, record: RootRecord, owner: str, config: CheckpointConfig) -> Lease:
     return Lease(
         storage,
-        root_lock_path=layout.owner_beside(slot_path),
+        root_lock_path=owner,
         incarnation=secrets.token_hex(4),
         run=record.run,
         timeout=config.lease_timeout,
@@ -87,31 +104,64 @@ def _lease(storage: LocalStorage, record: RootRecord, slot_path: str, config: Ch
     )
 
 
+@contextlib.contextmanager
+def _renewed(lease: Lease, interval: float) -> Iterator[None]:
+    """Show that this process lives: writing all that is in memory may take longer than the lease's timeout."""
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(interval):
+            try:
+                lease.renew()
+            except LeaseLost:  # which is looked at before each change of the root
+                return
+            except (EasyckptError, OSError) as error:
+                logger.warning("renewing the lease failed, will try again: %s", error)
+
+    thread = threading.Thread(target=renew, name="easyckpt-renewal", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def _on_line(record: RootRecord, entry: catalog.Entry) -> bool:
     return entry.manifest is not None and record.on_ancestry(entry.manifest.timeline, entry.step)
 
 
-def _whole_groups(directory: str, user: str | None, record: RootRecord, arena: str) -> dict[tuple[str, int], list[str]]:
-    """(timeline, step) -> paths of all its ranks' slots by rank, for those in the past of the newest timeline."""
-    parts: dict[tuple[str, int], dict[int, tuple[str, SlotMeta]]] = {}
-    for path, meta in find_slots(directory, user):
-        if isinstance(meta, str) or (meta.run, meta.arena_id) != (record.run, arena):
-            continue
-        if record.on_ancestry(meta.timeline, meta.step):
-            parts.setdefault((meta.timeline, meta.step), {})[meta.rank] = (path, meta)
-    whole = {}
-    for key, by_rank in parts.items():
+def _slots(storage: Storage, record: RootRecord, directory: str, user: str | None) -> list[Held]:
+    """What is sealed in this node's memory for `storage`."""
+    arena = layout.arena_id(record.run, os.path.realpath(storage.root))
+    return [
+        (path, meta)
+        for path, meta in find_slots(directory, user)
+        if not isinstance(meta, str) and (meta.run, meta.arena_id) == (record.run, arena)
+    ]
+
+
+def _whole_groups(
+    storage: Storage, record: RootRecord, directory: str, user: str | None, owners: Collection[str]
+) -> list[list[Held]]:
+    """All ranks' slots of one step, by rank, for the steps in the past of the newest timeline; oldest step first."""
+    parts: dict[tuple[int, str], dict[int, Held]] = {}
+    for path, meta in _slots(storage, record, directory, user):
+        if layout.owner_beside(path) in owners and record.on_ancestry(meta.timeline, meta.step):
+            parts.setdefault((meta.step, meta.timeline), {})[meta.rank] = (path, meta)
+    whole = []
+    for _, by_rank in sorted(parts.items()):
         sizes = {meta.world_size for _, meta in by_rank.values()}
         if len(sizes) == 1 and sorted(by_rank) == list(range(sizes.pop())):
-            whole[key] = [by_rank[rank][0] for rank in sorted(by_rank)]
+            whole.append([by_rank[rank] for rank in sorted(by_rank)])
     return whole
 
 
 @contextlib.contextmanager
-def _owned(slot_paths: Iterable[str]) -> Iterator[None]:
-    """Own the arenas of these slots, as a job that starts now would: it waits, or this refuses."""
+def _owned(owners: Collection[str]) -> Iterator[None]:
+    """Own these arenas, as a job that starts now would: it waits, or this refuses."""
     with contextlib.ExitStack() as stack:
-        for path in sorted({layout.owner_beside(slot) for slot in slot_paths}):
+        for path in sorted(owners):
             lock = OwnerLock(path)
             if not lock.try_acquire():
                 raise RootInUse(f"{path}: its process is alive: stop the job before rescuing its snapshots")
@@ -119,12 +169,12 @@ def _owned(slot_paths: Iterable[str]) -> Iterator[None]:
         yield
 
 
-def _commit_group(context: CommitContext, record: RootRecord, paths: Sequence[str]) -> RescuedStep:
+def _commit_group(context: CommitContext, record: RootRecord, group: Sequence[Held]) -> RescuedStep:
     views = []
-    for path in paths:
+    for path, meta in group:
         view = open_slot(path)
-        if view is None:
-            raise NotLoaded(f"{path} is not sealed any more: somebody else is using it")
+        if view is None or view.meta != meta:
+            raise NotLoaded(f"{path} does not hold this snapshot of step {meta.step} any more: somebody is using it")
         views.append(view)
     meta = views[0].meta
     metrics = metrics_in(Layout.from_bytes(views[0].static), views[0].objects)
@@ -145,6 +195,8 @@ def _commit_group(context: CommitContext, record: RootRecord, paths: Sequence[st
             metrics=metrics,
         )
         nbytes = commit(context, flush, files, manifest)
+    except LeaseLost:
+        raise  # who has taken over may be making this very attempt a checkpoint
     except BaseException:
         if context.storage.exists(directory):
             context.storage.remove_tree(directory)

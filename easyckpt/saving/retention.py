@@ -7,7 +7,7 @@ deleted. So a crash in between leaves either a whole checkpoint or something tha
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from easyckpt import catalog, failpoints
 from easyckpt.catalog import Catalog, Entry
@@ -51,11 +51,13 @@ def apply_retention(
     *,
     newest: int | None,
     held: Collection[int] = (),
+    check_lease: Callable[[], None] = lambda: None,
 ) -> list[Entry]:
     """Remove what :func:`keep` says, what an automatic fallback has set aside, and all trash. Returns what went.
 
     Called after a commit. Everything is moved to the trash before anything is deleted, and one directory that cannot
-    be removed keeps no other from going; the first such error is raised at the end.
+    be removed keeps no other from going; the first such error is raised at the end. `check_lease` is asked before each
+    change: what it raises ends this at once.
     """
     record = catalog.read_root(storage)
     line = [entry for entry in found.committed() if record is None or _on_line(record, entry)]
@@ -64,12 +66,17 @@ def apply_retention(
         going += [entry for entry in found.of_kind("stale") if _is_replaced(record, entry, line)]
     nonce = secrets.token_hex(8)
     failures: list[OSError | StorageError] = []
-    removed = [entry for entry in going if _rename(storage, entry.name, naming.trash(entry.name, nonce), failures)]
+    removed = []
+    for entry in going:
+        check_lease()
+        if _rename(storage, entry.name, naming.trash(entry.name, nonce), failures):
+            removed.append(entry)
     if removed:
         storage.sync_dir("")
     trash = [naming.trash(entry.name, nonce) for entry in removed]
     for name in [*trash, *(entry.name for entry in found.of_kind("trash"))]:
         failpoints.hit(DELETE)
+        check_lease()
         try:
             storage.remove_tree(name)
         except (OSError, StorageError) as error:

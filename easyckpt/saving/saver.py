@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -12,16 +14,17 @@ from easyckpt.distributed.agree import done_by_rank_0
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel
-from easyckpt.errors import EasyckptError, NotLoaded, SaveFailed
+from easyckpt.errors import EasyckptError, NotLoaded, SaveFailed, StorageError
 from easyckpt.events import EventLog, SnapshotSkipped, Warned
 from easyckpt.format.layout import NamingScheme
+from easyckpt.format.manifest import RootRecord
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import Slot
 from easyckpt.saving.accumulation import AccumulationWatch
 from easyckpt.saving.catching_up import CatchUp
 from easyckpt.saving.coordinator import Coordinator
 from easyckpt.saving.flusher import Flusher
-from easyckpt.saving.line import Origin, open_line
+from easyckpt.saving.line import Origin
 from easyckpt.saving.live import LiveSnapshot
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.slots import NO_MEMORY, Slots
@@ -29,6 +32,9 @@ from easyckpt.saving.staging import SnapshotIdentity, Stager
 from easyckpt.state.capture import Capture, StateCapture
 from easyckpt.state.components import RESERVED
 from easyckpt.storage.base import Storage
+
+#: Between two looks at what the flusher's thread does for the training thread.
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +205,7 @@ class Saver:
         def work() -> dict[str, object]:
             if origin is None and parts.arena.sealed():
                 raise NotLoaded("a run before has left snapshots in shared memory: call load() before the first save")
-            record, committed = open_line(parts.storage, parts.naming, origin, parts.metrics, parts.channel.busy)
+            record, committed = self._opened_line()
             return {"timeline": record.timelines[-1].id, "committed": committed}
 
         answer = done_by_rank_0(parts.channel, parts.ranks, "the first save", work, self._config.peer_timeout)
@@ -220,6 +226,23 @@ class Saver:
             rank=parts.ranks.rank,
             world_size=parts.ranks.world_size,
         )
+
+    def _opened_line(self) -> tuple[RootRecord, int]:
+        """Rank 0: have the line opened on the flusher's thread, behind a flush that a signal may have begun.
+
+        Other ranks wait in the channel, which belongs to this thread: it tells them that the other one gets on.
+        """
+        parts, got_on = self._parts, threading.Event()
+        future = parts.flusher.open_line(self._origin, parts.metrics, incarnation=parts.incarnation, busy=got_on.set)
+        limit = self._config.commit_timeout + 2 * self._config.peer_timeout  # what a flush may take at most
+        begun = time.monotonic()
+        while not futures.wait([future], POLL_SECONDS).done:
+            if got_on.is_set() or not future.running():
+                got_on.clear()
+                parts.channel.busy()
+            if time.monotonic() - begun > limit and future.cancel():
+                raise StorageError(f"{parts.storage.root}: a flush before the first save has not ended for {limit:g} s")
+        return future.result()
 
     def _want(self, step: int) -> None:
         self._catch_up.forget()

@@ -31,12 +31,12 @@ class Slots:
         """A slot for the snapshot of `step`, made or grown in the background where none is large enough.
 
         None where none is free, until `deadline` (by the monotonic clock) if that is given, or where memory turns out
-        to hold none at all. Raises what has ended all saving meanwhile.
+        to hold none at all, or when all saving has ended meanwhile.
         """
         slot = self._try(step, capture, timeline)
         while slot is None and deadline is not None and self._arena.count > 0 and time.monotonic() < deadline:
             if self._ledger.fatal is not None:
-                raise self._ledger.fatal
+                break  # all ranks raise it at the same step, not at this one alone
             with self._ledger.changed:
                 # The arena may also have grown meanwhile, which rings no bell here.
                 self._ledger.changed.wait(0.05)

@@ -24,10 +24,12 @@ class Worker:
         self._thread.start()
 
     def submit(self, job: Callable[[], Result]) -> Future[Result]:
-        """Run `job` after all jobs handed over before; returns its result as a Future."""
+        """Run `job` after all handed over before; returns its result as a Future, which can be cancelled until then."""
         future: Future[Result] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(job())
             except BaseException as error:  # noqa: BLE001 - every error belongs to whoever waits for the job

@@ -96,6 +96,7 @@ class Lease:
         self._is_free = is_free or (lambda path: None)
         self._guard = threading.RLock()
         self._held = False
+        self._loss = ""
         elastic_run = environ.get("TORCHELASTIC_RUN_ID", "none")
         restart_count = environ.get("TORCHELASTIC_RESTART_COUNT", "")
         self._record = LeaseRecord(
@@ -128,6 +129,11 @@ class Lease:
                 self._end()
         raise RootInUse(f"{self._storage.root}: other jobs keep creating and removing its lease; try again")
 
+    @property
+    def held(self) -> bool:
+        """Whether this job owns the root, as far as it knows."""
+        return self._held
+
     def renew(self) -> None:
         """Show that this job lives. To be called well within the timeout. Raises LeaseLost."""
         with self._guard:
@@ -140,16 +146,17 @@ class Lease:
         """Look at the storage whether the root is still this job's. Raises LeaseLost, then and ever after."""
         with self._guard:
             if not self._held:
-                raise LeaseLost(f"this job does not own {self._storage.root} (its lease was never taken, or is lost)")
+                raise LeaseLost(self._loss or f"this job does not own {self._storage.root}: its lease is not taken")
             seen = self._look()
             if seen is not None and seen.tokens == [self._record.token]:
                 return
             self._end()
             taker = "nobody: its lease was removed" if seen is None else describe(seen.owner)
-            raise LeaseLost(
+            self._loss = (
                 f"{self._storage.root} was taken over by another job while this one did not renew its lease; it now "
                 f"belongs to {taker}. This job writes nothing there any more: stop it, or restart it after the other."
             )
+            raise LeaseLost(self._loss)
 
     def release(self) -> None:
         """Give the root back. Does nothing if it is not this job's (any more)."""
