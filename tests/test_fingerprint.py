@@ -98,7 +98,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "new tensor": (lambda s: s.average.update(new=torch.zeros(1)), "the form of the state"),
     "torch's generator": (lambda s: torch.rand(1), "easyckpt.rng.torch"),
     "Python's generator": (lambda s: random.seed(1), "easyckpt.rng.python"),
-    "NumPy's generator": (lambda s: np.random.rand(), "easyckpt.rng"),
+    "NumPy's generator": (lambda s: np.random.rand(624), "easyckpt.rng"),  # all its words anew, wherever it stands
     "own generator": (lambda s: torch.rand(1, generator=s.own), "own"),
     "copied": (lambda s: s.small.value.add_(1), "small.value"),
 }
