@@ -991,6 +991,17 @@ def test_saving_after_a_half_applied_load_is_refused(root):
             checkpointer.save_if_needed(101)
 
 
+def test_background_threads_do_not_push_training_off_its_core(root):
+    training, _ = start(root)
+    with training.checkpointer:
+        training.to(3)
+        names = ("easyckpt-copy", "easyckpt-flush", "easyckpt-coordinator", "easyckpt-housekeeper")
+        ours = {thread.name: thread.native_id for thread in threading.enumerate() if thread.name in names}
+        assert sorted(ours) == sorted(names)
+        assert {os.sched_getscheduler(number) for number in ours.values()} == {os.SCHED_BATCH}
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 def test_a_forked_child_is_inert(root):
     training, _ = start(root)
     with training.checkpointer as checkpointer:

@@ -29,7 +29,7 @@ from easyckpt.saving.ledger import Ledger
 from easyckpt.saving.live import LiveSnapshot
 from easyckpt.saving.messages import Board, Decision, Flush, Post, Report, dump, load_board, load_post
 from easyckpt.saving.participant import Participant
-from easyckpt.saving.worker import Worker
+from easyckpt.saving.worker import Worker, give_way
 from easyckpt.saving.writer import SnapshotBytes
 
 logger = logging.getLogger("easyckpt")
@@ -103,6 +103,7 @@ class CoordinatorThread:
     # Everything below runs on the thread itself.
 
     def _run(self) -> None:
+        give_way()
         pause = QUICK_POLL_SECONDS
         try:
             while not self._left:

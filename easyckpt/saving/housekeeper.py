@@ -11,6 +11,7 @@ from collections.abc import Callable
 from easyckpt.errors import LeaseLost
 from easyckpt.events import EventLog
 from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.worker import give_way
 from easyckpt.storage.base import Storage
 from easyckpt.storage.lease import Lease
 
@@ -58,6 +59,7 @@ class Housekeeper:
         return self._written.wait(timeout)
 
     def _run(self) -> None:
+        give_way()
         while not self._stopping.is_set():
             asked = self._hurry.wait(PERIOD_SECONDS)
             self._hurry.clear()
