@@ -206,8 +206,9 @@ class Checkpointer:
     def save(self, step: int, *, wait: bool = False) -> Future[int]:
         """Save `step` for certain: waits for a slot, never skips.
 
-        The Future resolves to the step when it is durable on all ranks, or holds SaveFailed or OutcomeUnknown; with
-        `wait` that is waited for and raised. A step that is committed already resolves at once.
+        The Future resolves to the step when it is durable on all ranks, or holds SaveFailed, OutcomeUnknown, or what
+        has ended all saving (such as LeaseLost); with `wait` that is waited for and raised. A step that is committed
+        already resolves at once.
         """
         if self._inert():
             raise UsageError("a forked child cannot save: only the process that made the Checkpointer can")

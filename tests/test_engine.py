@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -17,11 +18,12 @@ from torch import nn
 
 import easyckpt
 from easyckpt import Checkpointer, failpoints
+from easyckpt.distributed.ranks import Ranks
 from easyckpt.loading import read_only
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.staging import Stager
-from tests.support.staged import until
+from tests.support.staged import stands_in, until
 from tests.support.tmpfs import tmpfs  # noqa: F401 - a fixture
 
 
@@ -254,12 +256,12 @@ def test_a_first_save_beside_snapshots_nobody_loaded_is_refused(root):
 
 def test_a_first_save_behind_a_flush_keeps_the_others_waiting_but_not_for_ever(root, monkeypatch):
     """A signal may have begun a flush before it. Ranks that wait for rank 0 in the channel hear that it gets on."""
-    training, _ = start(root, commit_timeout=0.3, peer_timeout=0.1)
+    training, _ = start(root)
     held, signs = threading.Event(), []
     with training.checkpointer as checkpointer:
         monkeypatch.setattr(checkpointer._channel, "busy", lambda: signs.append(1), raising=False)
         checkpointer._parts.flusher.submit(held.wait)
-        with pytest.raises(easyckpt.StorageError, match=r"has not ended for 0\.5 s"):
+        with impatient(checkpointer), pytest.raises(easyckpt.StorageError, match=r"has not ended for 0\.5 s"):
             training.to(1)
         held.set()
         assert signs
@@ -267,6 +269,54 @@ def test_a_first_save_behind_a_flush_keeps_the_others_waiting_but_not_for_ever(r
         record = json.loads((root / "easyckpt.json").read_text())
         assert len(record["timelines"]) == 1, "what was given up is not done later"
     assert committed(root) == [3]
+
+
+def test_a_first_save_that_is_interrupted_behind_a_flush_opens_no_line_later(root):
+    training, _ = start(root)
+    held = threading.Event()
+    with training.checkpointer as checkpointer:
+        begun = checkpointer._parts.flusher.submit(held.wait)
+        until(begun.running)
+
+        def interrupt():
+            main = threading.main_thread()
+            until(lambda: stands_in(main, "_opened_line"))
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            training.to(1)
+        thread.join()
+        held.set()
+        training.to(3, 1)
+        record = json.loads((root / "easyckpt.json").read_text())
+        assert len(record["timelines"]) == 1
+    assert committed(root) == [3]
+
+
+def test_ranks_do_not_wait_for_ever_for_a_line_that_storage_does_not_open(root, monkeypatch):
+    training, _ = start(root)
+    held = threading.Event()
+    with training.checkpointer as checkpointer:
+        flusher, saver = checkpointer._parts.flusher, checkpointer._saver
+        with monkeypatch.context() as patched, impatient(checkpointer):
+            patched.setattr(saver, "_parts", dataclasses.replace(saver._parts, ranks=Ranks(0, 2, 0, 2)))
+            patched.setattr(flusher, "open_line", lambda *arguments, **options: flusher.submit(held.wait))
+            with pytest.raises(easyckpt.StorageError, match=r"no answer for 0\.1 s"):
+                training.to(1)
+        held.set()
+        training.to(3, 1)
+    assert committed(root) == [3]
+
+
+@contextlib.contextmanager
+def impatient(checkpointer):
+    """Short timeouts for the training thread alone."""
+    saver = checkpointer._saver
+    config, saver._config = saver._config, dataclasses.replace(saver._config, commit_timeout=0.3, peer_timeout=0.1)
+    yield
+    saver._config = config
 
 
 def test_a_second_job_on_the_same_root_is_refused_and_names_the_owner(root):

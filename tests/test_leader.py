@@ -647,3 +647,68 @@ def test_a_line_that_begins_after_the_lease_was_lost_has_a_step_of_its_own_for_t
     group.leader.begin_line(1, 5, -1)
     group.tell(0, line=1, step=5, sealed=())
     assert 5 < group.turn().lost_at < 1000
+
+
+def older_in_its_place(lost: bool = False):
+    """Step 7 is due and rank 0 lacks it, so that the floor is flushed in its place; then it is asked for by name."""
+    group = Group(2)
+    group.seal(4)
+    group.tell(0, sealed=(4,), step=8, missing=(7,), due=(7,))
+    group.tell(1, sealed=(4, 7), step=8, due=(7,))
+    group.leader.add_due(Due(7, False))
+    flush = group.turn().flush
+    assert (flush.step, flush.due) == (4, 7)
+    group.tell(0, sealed=(7,))  # save() takes the snapshot that was skipped before, and is never skipped
+    group.leader.add_due(Due(7, True))
+    if lost:
+        group.tell(0, report=Report(attempt=flush.attempt, error="it is gone", lost=True))
+        group.tell(1, report=Report(attempt=flush.attempt, digest="same"))
+        group.turn()
+        group.turn()
+    else:
+        group.report_all()
+        group.report_all()
+    group.finish()
+    return group
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_older_step_in_its_place_is_no_answer_to_a_save_by_name(lost):
+    group = older_in_its_place(lost)
+    flush = group.turn().flush
+    assert (flush.step, flush.due) == (7, 7)
+    group.report_all()
+    if group.works == []:
+        group.report_all()
+    group.finish()
+    assert (7, 7, "committed") in group.outcomes()
+
+
+def test_an_emergency_goes_on_when_the_floor_was_written_over_meanwhile():
+    group = Group(2)
+    group.seal(10)
+    group.tell(0, emergency=1)
+    flush = group.turn().flush
+    assert flush.step == 10
+    group.tell(0, report=Report(attempt=flush.attempt, error="it is gone", lost=True), sealed=(11,), step=12)
+    group.turn()
+    group.tell(1, report=Report(attempt=flush.attempt, error="given up"), sealed=(11,), step=12)
+    group.turn()
+    group.finish()
+    assert not group.board.emergency_over
+    assert group.board.flush.step == 11
+
+
+def test_an_error_of_storage_does_not_pass_for_a_lost_snapshot():
+    group = Group(2)
+    group.seal(4)
+    group.tell(0, sealed=(4,), step=8, missing=(7,), due=(7,))
+    group.tell(1, sealed=(4, 7), step=8, due=(7,))
+    group.leader.add_due(Due(7, False))
+    flush = group.turn().flush
+    group.tell(0, report=Report(attempt=flush.attempt, error="it is gone", lost=True))
+    group.tell(1, report=Report(attempt=flush.attempt, error="No space left on device"))
+    group.turn()
+    group.turn()
+    group.finish()
+    assert group.outcomes() == [(7, 4, "failed")]

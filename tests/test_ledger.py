@@ -20,8 +20,8 @@ def ledger() -> Ledger:
     return Ledger(None, CheckpointConfig(), alone=False)
 
 
-def hear(ledger: Ledger, number: int, outcome: str, due: int) -> None:
-    decision = Decision(number=number, outcome=outcome, due=due, step=due, reason="busy")
+def hear(ledger: Ledger, number: int, outcome: str, due: int, step: int | None = None) -> None:
+    decision = Decision(number=number, outcome=outcome, due=due, step=due if step is None else step, reason="busy")
     for decided, promises in ledger.hear(Board(decisions=(decision,))):
         for promise in promises:
             promise.set_result(decided.step)
@@ -39,6 +39,19 @@ def test_a_skip_that_came_before_is_no_answer_to_a_save_by_name(ledger):
     future = ledger.due(10, forced=True)
     assert not future.done()
     assert ledger.held() == {10}
+    hear(ledger, 2, "committed", 10)
+    assert future.result(0) == 10
+    assert ledger.held() == set()
+
+
+@pytest.mark.parametrize("outcome", ["committed", "skipped", "failed"])
+@pytest.mark.parametrize("early", [False, True])
+def test_what_became_of_an_older_step_in_its_place_is_no_answer_to_a_save_by_name(ledger, outcome, early):
+    asked = [] if early else [ledger.due(10, forced=True)]
+    hear(ledger, 1, outcome, 10, step=7)
+    future = ledger.due(10, forced=True)
+    assert all(one is future for one in asked)
+    assert not future.done()
     hear(ledger, 2, "committed", 10)
     assert future.result(0) == 10
     assert ledger.held() == set()

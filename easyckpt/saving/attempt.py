@@ -38,7 +38,7 @@ class Attempt:
         self._deadline = now + commit_timeout
         self._working = False
         self.lost = False
-        """A rank does not hold the snapshot any more."""
+        """Nothing else is wrong than that a rank does not hold the snapshot any more."""
 
     @property
     def committing(self) -> bool:
@@ -58,9 +58,9 @@ class Attempt:
         silent = [rank for rank, report in enumerate(reports) if report is None or self._lacks_an_answer(report)]
         if self.flush.abandoned is not None:
             return self._begin("clean up", {}) if not silent or now > self._deadline else None
-        self.lost = self.lost or any(report.lost for report in reports if report)
         errors = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report and report.error]
         if errors:
+            self.lost = all(report.lost for report in reports if report and report.error)
             self._abandon("; ".join(errors), now)
         elif not silent and self.flush.share is None:
             digests = {report.digest for report in reports if report}

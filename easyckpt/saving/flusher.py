@@ -67,7 +67,14 @@ class Flusher:
 
     def digest(self, view: SnapshotBytes) -> Future[str]:
         """Digest of the replicated leaves of `view`, to be compared across ranks."""
-        return self._worker.submit(lambda: replicated_digest(view))
+
+        def job() -> str:
+            digest = replicated_digest(view)
+            if not view.still_sealed():
+                raise SaveFailed(f"the snapshot of step {view.meta.step} was given up while it was being read")
+            return digest
+
+        return self._worker.submit(job)
 
     def write(
         self, flush: Flush, view: SnapshotBytes, abandoned: threading.Event

@@ -97,7 +97,8 @@ class Leader:
         """All ranks have come to a due step (rank 0 speaks for all: they run the same loop)."""
         if due.forced:  # of a step that is due anyway: then that one must not be skipped
             self._dues = deque(due if other.step == due.step else other for other in self._dues)
-        running = self._active is not None and self._active.flush.due == due.step
+        flush = None if self._active is None else self._active.flush
+        running = flush is not None and flush.due == flush.step == due.step  # and not an older step in its place
         if due.step > self.committed and not running and all(due.step != other.step for other in self._dues):
             self._dues.append(due)
 
@@ -144,7 +145,7 @@ class Leader:
             self._decide(flush, "committed", nbytes=nbytes, seconds=seconds)
         else:
             self._decide(flush, "unknown" if unknown else "failed", reason=reason)
-        if flush.due is None and flush.line == self._line and self.committed < flush.step:
+        if flush.due is None and flush.line == self._line and self.committed < flush.step and not lost:
             self._failed_floor = flush.step  # tried once for a signal or the end of the job: not again and again
 
     def _update_floor(self, known: list[Post], everyone: bool) -> None:

@@ -179,8 +179,7 @@ class Ledger:
         if decision.outcome == "committed":  # for whichever reason it was flushed (a signal, another due step)
             self.committed = max(self.committed, decision.step)
             decided = [step for step in self._waiting if step <= decision.step and step != due]
-        if due is not None and not (due in self._forced and decision.outcome == "skipped"):
-            # A skip is meant for the due flush of the same step; the one that was asked for is to come.
+        if due is not None and not (due in self._forced and _is_no_answer(decision)):
             if due in self._waiting:
                 decided.append(due)
             elif due > self._asked:
@@ -198,7 +197,7 @@ class Ledger:
         """What was decided about `step` before this rank came to it. Under `lock`."""
         decision = self._early.pop(step, None)
         self._early = {other: early for other, early in self._early.items() if other > step}
-        return None if decision is None or (forced and decision.outcome == "skipped") else decision
+        return None if decision is None or (forced and _is_no_answer(decision)) else decision
 
     def _hold_flush(self, flush: Flush | None) -> None:
         """Keep the slot of a flush from its announcement to its decision. Under `lock`."""
@@ -258,3 +257,8 @@ class Ledger:
             promises = [self._settle(step) for step in decided]
         for promise in promises:
             promise.set_result(flush.step)
+
+
+def _is_no_answer(decision: Decision) -> bool:
+    """To a save of this very step, which is to come: it skips the due flush, or another step took its place."""
+    return decision.outcome == "skipped" or decision.step != decision.due

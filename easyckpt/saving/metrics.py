@@ -68,7 +68,8 @@ class Metrics:
             return
         values, self._pending = self._pending, {}
         self.latest = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        queue = self._queue if self._early is None else self._early
+        early = self._early
+        queue = self._queue if early is None else early
         if self._writes and len(queue) < QUEUE_LIMIT:
             queue.append((step, time.time(), values))
         elif self._writes:

@@ -86,12 +86,12 @@ class Participant:
         digest = stage == "digest"
         job: Future[Any] = self._flusher.digest(view) if digest else self._flusher.write(flush, view, self._abandoned)
         self._working = True
-        self._watch(job, lambda done: self._end_job(flush.attempt, stage, done))
+        self._watch(job, lambda done: self._end_job(_result(flush.attempt, stage, done, view)))
 
-    def _end_job(self, attempt: str, stage: Literal["digest", "files"], done: Future[Any]) -> None:
-        if attempt == self.attempt:  # else it was decided without this job, and there may be a newer one by now
+    def _end_job(self, report: Report) -> None:
+        if report.attempt == self.attempt:  # else it was decided without this job; there may be a newer one by now
             self._working = False
-            self._report(_result(attempt, stage, done))
+            self._report(report)
 
     def _say_begun(self, flush: Flush, nbytes: int) -> None:
         if self._newest[0] != flush.attempt:
@@ -99,10 +99,10 @@ class Participant:
             self._emit(FlushBegun(step=flush.step, attempt=flush.attempt, bytes=nbytes))
 
 
-def _result(attempt: str, stage: Literal["digest", "files"], done: Future[Any]) -> Report:
+def _result(attempt: str, stage: Literal["digest", "files"], done: Future[Any], view: SnapshotBytes) -> Report:
     error = done.exception()
     if error is not None:
-        return Report(attempt=attempt, error=str(error) or repr(error))
+        return Report(attempt=attempt, error=str(error) or repr(error), lost=not view.still_sealed())
     if stage == "digest":
         return Report(attempt=attempt, digest=done.result())
     return Report(attempt=attempt, files=done.result())

@@ -234,15 +234,24 @@ class Saver:
         """
         parts, got_on = self._parts, threading.Event()
         future = parts.flusher.open_line(self._origin, parts.metrics, incarnation=parts.incarnation, busy=got_on.set)
+        root = parts.storage.root
         limit = self._config.commit_timeout + 2 * self._config.peer_timeout  # what a flush may take at most
-        begun = time.monotonic()
-        while not futures.wait([future], POLL_SECONDS).done:
-            if got_on.is_set() or not future.running():
-                got_on.clear()
-                parts.channel.busy()
-            if time.monotonic() - begun > limit and future.cancel():
-                raise StorageError(f"{parts.storage.root}: a flush before the first save has not ended for {limit:g} s")
-        return future.result()
+        begun = moved = time.monotonic()
+        try:
+            while not futures.wait([future], POLL_SECONDS).done:
+                now = time.monotonic()
+                if got_on.is_set() or not future.running():
+                    got_on.clear()
+                    moved = now
+                    parts.channel.busy()
+                if now - begun > limit and future.cancel():
+                    raise StorageError(f"{root}: a flush before the first save has not ended for {limit:g} s")
+                if now - moved > self._config.peer_timeout and not parts.ranks.alone:
+                    patience = self._config.peer_timeout
+                    raise StorageError(f"{root}: no answer for {patience:g} s, while a line of training was opened")
+            return future.result()
+        finally:
+            future.cancel()  # what was given up, or interrupted, is not done later
 
     def _want(self, step: int) -> None:
         self._catch_up.forget()

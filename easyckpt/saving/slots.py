@@ -56,7 +56,9 @@ class Slots:
         try:
             self._reserve(capture)
             with self._ledger.changed:
-                return self._take(step, capture.layout.image_bytes, timeline)
+                slot = self._take(step, capture.layout.image_bytes, timeline)
+            self._told = self._told if slot is None else ""
+            return slot
         except StorageError as error:
             # Not raised: this is one rank, and the others would wait for it in their next collective.
             self._failure = str(error)

@@ -7,10 +7,11 @@ copy has ended and its window was checked; sealed is final.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -89,6 +90,8 @@ class Stager:
         """Snapshots whose bytes may still be on their way (on a GPU the host runs ahead of them)."""
         self._leaves = LateLeaves(copier)
         self._lock = threading.Lock()
+        self._holder: int | None = None
+        """The thread that has the lock."""
         self._fired: set[int] = set()
         """Optimizers of the state (by id) whose steps were seen since the last save."""
         self._hits = self._misses = 0
@@ -131,7 +134,7 @@ class Stager:
 
     def end_window(self, by: Literal["save", "wait", "close"]) -> None:
         """Wait for a copy that is still running, and seal or discard it."""
-        with self._lock:
+        with self._locked():
             window = self._window
             self._leaves.drop_trial()
             if self._fired:
@@ -172,7 +175,7 @@ class Stager:
                 self._end_at_step(optimizer)
             finally:
                 inside.discard(me)
-        elif self._lock.locked():
+        elif self._holder == me:
             raise refuse("an optimizer step")
         else:  # loading some optimizers takes a step
             self._end_at_step(optimizer)
@@ -182,7 +185,7 @@ class Stager:
             self._see_a_capture(optimizer)
             return
         begun = time.perf_counter()
-        with self._lock:
+        with self._locked():
             self.steps_seen += 1
             if id(optimizer) in self._optimizers:
                 self._fired.add(id(optimizer))
@@ -199,11 +202,20 @@ class Stager:
 
     def _see_a_capture(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing steps now: a CUDA graph is recorded. It will be replayed at any time, and no hook will fire."""
-        with self._lock:
+        with self._locked():
             if id(optimizer) in self._optimizers:
                 self._leaves.never_trust(id(optimizer))
                 if self._window is not None:
                     self._window.doubt = "an optimizer's step was captured into a CUDA graph; its state is copied early"
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
 
     def _saw_a_step(self) -> None:
         self._leaves.trust(self._fired)
