@@ -12,6 +12,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import gc
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ JOIN_SECONDS = 10.0
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(campaigns.Results(), "easyckpt-campaigns")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        # So it is where the run itself was put into the background, and all processes of the tests would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in [name for name in os.environ if name.startswith("EASYCKPT_")]:
         del os.environ[name]  # settings of the person who runs the tests are not the tests'
     for path in SHARED_MEMORY.glob(f"{PREFIX}*-*"):  # left by test runs that were killed
