@@ -38,7 +38,8 @@ class Zygote:
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])},
             start_new_session=True,
         )
-        self._statuses: dict[int, int] = {}
+        self._newest: dict[int, Child] = {}
+        """By number, which a later child may have again."""
         self._unread = b""
         atexit.register(self.stop)
 
@@ -62,18 +63,19 @@ class Zygote:
         while True:
             words = self._line(None)
             if words[0] == "forked":
-                return Child(self, int(words[1]), stderr)
-            self._statuses[int(words[1])] = int(words[2])
+                child = self._newest[int(words[1])] = Child(self, int(words[1]), stderr)
+                return child
+            self._newest[int(words[1])].status = int(words[2])
 
-    def status(self, pid: int, timeout: float) -> int | None:
-        """Exit code of `pid`, as subprocess gives it; None while it lives, after `timeout` seconds."""
+    def wait_for(self, child: Child, timeout: float) -> int | None:
+        """Exit code of `child`, as subprocess gives it; None while it lives, after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while pid not in self._statuses:
+        while child.status is None:
             words = self._line(max(0.0, deadline - time.monotonic()))
             if not words:
                 return None
-            self._statuses[int(words[1])] = int(words[2])
-        return self._statuses[pid]
+            self._newest[int(words[1])].status = int(words[2])
+        return child.status
 
     def stop(self) -> None:
         assert self._process.stdin is not None
@@ -99,12 +101,13 @@ class Child:
 
     def __init__(self, zygote: Zygote, pid: int, stderr: Path) -> None:
         self._zygote, self.pid, self._stderr = zygote, pid, stderr
+        self.status: int | None = None
 
     def poll(self) -> int | None:
-        return self._zygote.status(self.pid, 0.0)
+        return self._zygote.wait_for(self, 0.0)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        if self._zygote.status(self.pid, 1e6 if timeout is None else timeout) is None:
+        if self._zygote.wait_for(self, 1e6 if timeout is None else timeout) is None:
             raise subprocess.TimeoutExpired("job.py", timeout or 0.0)
         paths = (stdout_beside(self._stderr), self._stderr)
         # A child that was killed at once has not come to making them.
