@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import jobs
-from tests.support.jobs import committed
+from tests.support.jobs import committed, events
 
 SETTINGS = {"save_storage_interval": 1000}
 FAILING_STORAGE = {"EASYCKPT_FAILPOINTS": "writer.shard.chunk@*=error:ENOSPC"}
@@ -106,18 +106,21 @@ def test_a_signal_of_the_users_choice_flushes_too(paths):
 
 def test_two_ranks_flush_together_when_one_gets_the_signal_and_when_all_do(paths):
     root, notes = paths
-    job = jobs.start(root, notes, "--hold-at=7", steps=100, ranks=2, settings=SETTINGS)
+    job = jobs.start(root, notes, "--hold-at=7", "--step-seconds=0.05", steps=100, ranks=2, settings=SETTINGS)
     for rank in range(2):
         job.wait_for("finished", 7, rank)
+        # The log is written behind the snapshot: by then rank 0 knows of it, and a signal flushes it.
+        job.wait_until(lambda rank=rank: 6 in [e["step"] for e in events(root, rank, "SnapshotSealed")], "step 6")
     os.kill(job.pid(1), signal.SIGTERM)
     job.processes[1].communicate(jobs.WAIT_SECONDS)
     assert job.processes[1].returncode == -signal.SIGTERM
     assert committed(root) in ([6], [7])  # durable before the rank that was told to end has ended
     assert job.processes[0].poll() is None  # nobody has told this one; under torchrun the agent does
     job.kill()
-    job = jobs.start(root, notes, "--hold-at=12", steps=100, ranks=2, settings=SETTINGS)
+    job = jobs.start(root, notes, "--hold-at=12", "--step-seconds=0.05", steps=100, ranks=2, settings=SETTINGS)
     for rank in range(2):
         job.wait_for("finished", 12, rank)
+        job.wait_until(lambda rank=rank: 11 in [e["step"] for e in events(root, rank, "SnapshotSealed")], "step 11")
     for rank in range(2):
         os.kill(job.pid(rank), signal.SIGTERM)
     assert job.ends() == [-signal.SIGTERM] * 2
