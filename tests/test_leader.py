@@ -649,8 +649,8 @@ def test_a_line_that_begins_after_the_lease_was_lost_has_a_step_of_its_own_for_t
     assert 5 < group.turn().lost_at < 1000
 
 
-def older_in_its_place(lost: bool = False):
-    """Step 7 is due and rank 0 lacks it, so that the floor is flushed in its place; then it is asked for by name."""
+def floor_in_its_place():
+    """Step 7 is due and rank 0 lacks it, so that the floor is flushed in its place."""
     group = Group(2)
     group.seal(4)
     group.tell(0, sealed=(4,), step=8, missing=(7,), due=(7,))
@@ -658,6 +658,12 @@ def older_in_its_place(lost: bool = False):
     group.leader.add_due(Due(7, False))
     flush = group.turn().flush
     assert (flush.step, flush.due) == (4, 7)
+    return group, flush
+
+
+def older_in_its_place(lost: bool = False):
+    """Step 7 is asked for by name while the floor is flushed in its place."""
+    group, flush = floor_in_its_place()
     group.tell(0, sealed=(7,))  # save() takes the snapshot that was skipped before, and is never skipped
     group.leader.add_due(Due(7, True))
     if lost:
@@ -700,12 +706,7 @@ def test_an_emergency_goes_on_when_the_floor_was_written_over_meanwhile():
 
 
 def test_an_error_of_storage_does_not_pass_for_a_lost_snapshot():
-    group = Group(2)
-    group.seal(4)
-    group.tell(0, sealed=(4,), step=8, missing=(7,), due=(7,))
-    group.tell(1, sealed=(4, 7), step=8, due=(7,))
-    group.leader.add_due(Due(7, False))
-    flush = group.turn().flush
+    group, flush = floor_in_its_place()
     group.tell(0, report=Report(attempt=flush.attempt, error="it is gone", lost=True))
     group.tell(1, report=Report(attempt=flush.attempt, error="No space left on device"))
     group.turn()
