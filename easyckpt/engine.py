@@ -128,7 +128,7 @@ class Checkpointer:
         self._broken: EasyckptError | None = None
         self._closed = False
         self._undurable: EasyckptError | None = None
-        self._watches_preempted = False
+        self._watches_preempted = self._storage_hangs = False
         self._signals = wiring.watch_signals(self._parts, self._housekeeper, lambda: self._watches_preempted)
 
     @guarded
@@ -323,20 +323,37 @@ class Checkpointer:
         steps: list[Callable[[], object]] = [
             self._parts.stager.close,
             self._parts.accumulation.close,
-            lambda: self._parts.flusher.stop(FAREWELL_SECONDS),
+            self._end_flusher,
             lambda: self._parts.coordinator.desert(LAST_WORDS_SECONDS),
-            lambda: self._housekeeper.stop(FAREWELL_SECONDS),
-            self._release_lease,
+            self._end_housekeeping,
             lambda: self._opened.arena.close(remove=remove_arena),
             self._parts.mailbox.close,
             lambda: self._channel.close(linger),
-            self._events.close,
+            lambda: self._events.close(write=not self._storage_hangs),
         ]
         if self._signals is not None:
             steps = [self._signals.stop, *steps, self._signals.pass_on]
         with contextlib.ExitStack() as last_first:
             for step in reversed(steps):
                 last_first.callback(step)
+
+    def _end_flusher(self) -> None:
+        self._storage_hangs = not self._parts.flusher.stop(FAREWELL_SECONDS)
+
+    def _end_housekeeping(self) -> None:
+        """The lease is given back by the housekeeper: a storage that hangs must not keep the process from ending.
+
+        It is not given back while a flush still runs: what that does to the root is done under this lease.
+        """
+        hangs, release = self._storage_hangs, self._release_lease
+        self._storage_hangs = not (self._housekeeper.stop(FAREWELL_SECONDS, _nothing if hangs else release)) or hangs
+        if self._storage_hangs:
+            logger.warning(
+                "%s has not answered for %g s: the newest log lines may be missing, and its lease is not given back; "
+                "it ends with this process, or when it has not been renewed for a while (lease_timeout)",
+                self._opened.storage.root,
+                FAREWELL_SECONDS,
+            )
 
     def _release_lease(self) -> None:
         if self._opened.lease is not None:
@@ -374,6 +391,9 @@ class Checkpointer:
     def _restore_generators(self) -> None:
         if self._generators is not None:
             put_back(self._generators)
+
+
+def _nothing() -> None: ...
 
 
 __all__ = ["CheckpointConfig", "Checkpointer", "Restored"]

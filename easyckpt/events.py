@@ -178,13 +178,17 @@ class EventLog:
                 self._complain(f"{self._lost} events could not be recorded: they came faster than they were written")
             return len(events)
 
-    def close(self) -> None:
-        """Write out the rest and a line on the whole, and take the log file's handler away from Python's logging."""
-        self.drain()
-        stats = self.stats()
-        if stats.counts:
-            self._log(logging.INFO, time.time(), summary(stats))
-            self._write_file()
+    def close(self, *, write: bool = True) -> None:
+        """Write out the rest and a line on the whole, and take the log file's handler away from Python's logging.
+
+        `write` False: storage hangs, so nothing is written.
+        """
+        if write:
+            self.drain()
+            stats = self.stats()
+            if stats.counts:
+                self._log(logging.INFO, time.time(), summary(stats))
+                self._write_file()
         if self._handler is not None:
             logger.removeHandler(self._handler)
             self._handler = None

@@ -162,8 +162,7 @@ def _make_stager(
     config: CheckpointConfig,
     events: EventLog,
 ) -> Stager:
-    def sealed(step: int, slot: Slot) -> None:
-        arena.release(slot)
+    def sealed(step: int, slot: Slot) -> None:  # and the slot may be the next snapshot's already
         coordinator.sealed(step)
 
     def discarded(step: int, slot: Slot, reason: str) -> None:

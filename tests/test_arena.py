@@ -659,7 +659,7 @@ def test_forked_child_is_inert(directory, arenas):
     arena = prepared(arenas(directory))
     save(arena, 1, None)
     read, written = os.pipe()
-    arena._state.acquire()  # as if another thread held it at the fork
+    arena._lock.acquire()  # as if another thread held it at the fork
     child = os.fork()
     if child == 0:
         status = 1
@@ -674,18 +674,18 @@ def test_forked_child_is_inert(directory, arenas):
             with pytest.raises(UsageError):
                 arena.view(1, "t1")
             arena.close(remove=True)
-            assert OwnerLock.is_free(arena._lock.path) is False
+            assert OwnerLock.is_free(arena._owner.path) is False
             with pytest.raises(RootInUse):
                 make(directory)
             status = 0
         finally:
             os._exit(status)
-    arena._state.release()
+    arena._lock.release()
     assert os.waitpid(child, 0)[1] == 0
     os.close(read)
     os.close(written)
     assert steps(arena) == [1]
-    assert OwnerLock.is_free(arena._lock.path) is False
+    assert OwnerLock.is_free(arena._owner.path) is False
     assert save(arena, 2, None)
 
 

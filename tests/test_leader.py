@@ -491,6 +491,17 @@ def test_a_rank_that_never_closes_is_named():
     assert "rank 1" in group.board.close_error
 
 
+def test_a_flush_that_outlives_the_close_is_named():
+    group = Group(1)
+    group.seal(7)
+    group.tell(0, closing=True)
+    group.turn()
+    assert group.board.flush.step == 7
+    group.turn(POLICY.close_timeout + 1)
+    assert group.board.closed
+    assert group.board.close_error.startswith("the flush of step 7 did not end")
+
+
 def test_after_an_exception_on_one_rank_nothing_new_is_started():
     group = Group(2)
     group.seal(7)

@@ -76,8 +76,8 @@ class Arena:
             pin=pin,
             threads=populate_threads,
         )
-        self._state = self._supply.state
-        self._lock = OwnerLock(os.path.join(directory, layout.owner_file(user, arena_id, rank)))
+        self._lock = self._supply.lock
+        self._owner = OwnerLock(os.path.join(directory, layout.owner_file(user, arena_id, rank)))
         self._own()
         failpoints.hit(_OWNED)
 
@@ -134,7 +134,7 @@ class Arena:
         if self._inert():
             return None
         self._check_usable()
-        with self._state:
+        with self._lock:
             free = sorted(
                 (slot for slot in self._supply.slots.values() if self._is_free(slot, keep_from, held)),
                 key=lambda slot: -1 if slot.meta is None else slot.meta.step,
@@ -153,10 +153,10 @@ class Arena:
             return chosen
 
     def release(self, slot: Slot) -> None:
-        """Give back an acquired slot; a snapshot that was begun in it and not sealed is given up."""
+        """Give back an acquired slot that was not sealed; a snapshot that was begun in it is given up."""
         if self._inert():
             return
-        with self._state:
+        with self._lock:
             self._busy.pop(slot, None)
             if slot.writing and not self._closing:
                 slot.clear()
@@ -187,10 +187,12 @@ class Arena:
         dropped: list[SlotMeta] = []
         if self._inert():
             return dropped
-        with self._state:  # between the two halves of a clear the supply could take the slot for idle, and close it
+        with self._lock:  # between the two halves of a clear the supply could take the slot for idle, and close it
             for slot in self._all():
-                meta = slot.meta
+                sequence, meta = slot.sequence, slot.meta
                 if meta is not None and predicate(meta):
+                    if self._busy.get(slot) != sequence:
+                        self._busy.pop(slot, None)  # sealed since it was acquired
                     dropped.append(meta)
                     slot.clear()
         return dropped
@@ -199,14 +201,14 @@ class Arena:
         """Notice that somebody has removed files of this arena, and have new ones made. Costs a look at each file."""
         if self._inert() or self._closing or self._supply.private:
             return
-        owned = self._lock.is_in_place()
+        owned = self._owner.is_in_place()
         lost = [slot for slot in self._all() if not slot.private and not slot.lost and not slot.is_in_place()]
         if owned and not lost:
             return
         for slot in lost:
             slot.lost = True
         # Whoever starts this job a second time must not take slots over that are in use here.
-        self._renews = os.path.isdir(self.directory) and (owned or self._lock.take_again())
+        self._renews = os.path.isdir(self.directory) and (owned or self._owner.take_again())
         if not self._warned:
             self._warned = True
             _log.warning(_REMOVED, self.rank, self.directory, user_name())
@@ -217,7 +219,7 @@ class Arena:
             return
         self._closing = True
         self._supply.stop()
-        with self._state:
+        with self._lock:
             slots = list(self._supply.slots.values())
             self._supply.slots.clear()
             self._busy.clear()
@@ -225,7 +227,7 @@ class Arena:
             slot.close(unlink=remove)
         if remove:
             failpoints.hit(_REMOVING)
-        self._lock.release(unlink=remove)
+        self._owner.release(unlink=remove)
 
     # Ownership.
 
@@ -234,14 +236,14 @@ class Arena:
             self._supply.go_private(f"{self.directory} is not a directory")
             return
         try:
-            owned = self._lock.try_acquire()
+            owned = self._owner.try_acquire()
         except OSError as error:
-            self._supply.go_private(f"{self._lock.path}: {error.strerror}")
+            self._supply.go_private(f"{self._owner.path}: {error.strerror}")
             return
         if not owned:
             raise RootInUse(
                 f"the memory of rank {self.rank} of this run is in use by another live process, or by another "
-                f"Checkpointer of this one ({self._lock.path} is locked): end that first, or give this job another root"
+                f"Checkpointer of this one ({self._owner.path} is locked): end that first, or choose another root"
             )
 
     def _inert(self) -> bool:
@@ -256,9 +258,9 @@ class Arena:
         return os.path.join(self.directory, layout.slot_file(self.user, self.arena_id, self.rank, number))
 
     def _all(self) -> list[Slot]:
-        if self._inert():  # (in a child, `_state` may be locked for ever)
+        if self._inert():  # (in a child, `_lock` may be locked for ever)
             return []
-        with self._state:
+        with self._lock:
             return list(self._supply.slots.values())
 
     # Choosing a slot. With the lock held.

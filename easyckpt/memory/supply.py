@@ -31,9 +31,11 @@ _HEADROOM = (2, 8, 32)
 
 
 class Supply:
-    """The slots, and the thread that works on them. `state` guards everything; the thread never holds it for long.
+    """The slots, and the thread that works on them. `lock` guards everything; the thread never holds it for long.
 
-    `name` gives the path of the n-th slot; `idle` tells (with `state` held) whether nobody needs a slot or its content.
+    `name` gives the path of the n-th slot; `idle` tells (with `lock` held) whether nobody needs a slot or its content.
+    It is taken by itself, not through `state`, the condition that waits for a change: Ctrl-C inside the latter's
+    `__enter__` would leave it locked.
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class Supply:
         threads: int | None,
     ) -> None:
         """Nothing happens before `ensure`."""
-        self.state = threading.Condition()
+        self.lock = threading.RLock()
+        self.state = threading.Condition(self.lock)
         self.slots: dict[str, Slot] = {}
         self.need = (0, 0)  # bytes of image and tail that a slot must have
         self._growths = 0
@@ -68,7 +71,7 @@ class Supply:
 
     def add(self, slots: Iterable[Slot], reserved: Iterable[str]) -> None:
         """Bring in slots that were taken over, and paths not to touch."""
-        with self.state:
+        with self.lock:
             for slot in slots:
                 self.slots[slot.path] = slot
                 self._unprepared.append(slot)
@@ -79,7 +82,7 @@ class Supply:
 
         The size never goes down: slots of several sizes would be made, of which the small ones pass for good.
         """
-        with self.state:
+        with self.lock:
             before = self.need[0]
             image, tail = max(PAGE, round_up(image_bytes)), max(PAGE, round_up(tail_bytes), self.need[1])
             if image > before:
@@ -91,7 +94,7 @@ class Supply:
             self.start()
 
     def start(self) -> None:
-        """Look again at what is to be done. With `state` held."""
+        """Look again at what is to be done. With `lock` held."""
         self._again = True
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="easyckpt-arena", daemon=True)
@@ -100,7 +103,7 @@ class Supply:
     def wait(self, timeout: float | None) -> bool:
         """Wait until nothing is left to do."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self.state:
+        with self.lock:
             while self._worker is not None:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -119,7 +122,7 @@ class Supply:
         """Raise what the background work met and could not handle, once; the work is begun anew."""
         failure, self._failure = self._failure, None
         if failure is not None:
-            with self.state:
+            with self.lock:
                 self.start()  # else whoever waits for a slot next would wait for nobody
             raise StorageError(f"preparing snapshot slots failed: {failure}") from failure
 
@@ -183,12 +186,12 @@ class Supply:
                 self._prepare()
         except BaseException as error:  # noqa: BLE001  (raised by the next call)
             self._failure = error
-            with self.state:
+            with self.lock:
                 self._worker = None
                 self.state.notify_all()
 
     def _has_work(self) -> bool:
-        with self.state:
+        with self.lock:
             again, self._again = self._again and not self._stopping, False
             if not again:
                 self._worker = None
@@ -208,7 +211,7 @@ class Supply:
                 self._pin_slot(slot)
 
     def _discard_unfit(self) -> None:
-        with self.state:
+        with self.lock:
             idle = [slot for slot in self.slots.values() if self._idle(slot)]
             unfit = [slot for slot in idle if slot.image_capacity < self.need[0] or slot.lost]
             surplus = max(0, len(self.slots) - len(unfit) - self.target)
@@ -220,7 +223,7 @@ class Supply:
             failpoints.hit(_REPLACED)
 
     def _may_make(self) -> bool:
-        with self.state:
+        with self.lock:
             if self._stopping or not self.need[0] or len(self.slots) >= self.target:
                 return False
             taken = sum(slot.nbytes for slot in self.slots.values() if not slot.private)
@@ -247,7 +250,7 @@ class Supply:
         except BaseException:
             slot.close(unlink=True)
             raise
-        with self.state:
+        with self.lock:
             self.slots[path] = slot
             self.state.notify_all()
         return True
@@ -271,7 +274,7 @@ class Supply:
 
     def _make_do(self, reason: str) -> bool:
         """One more slot does not fit. Returns whether to try again at once."""
-        with self.state:
+        with self.lock:
             fitting = [slot for slot in self.slots.values() if slot.image_capacity >= self.need[0]]
             too_small = len(self.slots) - len(fitting)
             if fitting and not too_small:

@@ -109,9 +109,11 @@ class Coordinator:
         not durable: the same on all ranks.
         """
         if not self._leave(timeout, closing=True):
+            flush = self._thread.board.flush
+            running = "" if flush is None else f"the flush of step {flush.step} is still running; "
             raise PeerTimeout(
                 f"rank {self._ranks.rank}: closing did not end within {self._parts.config.close_timeout:g} s "
-                f"(close_timeout); the newest commit known here is step {self.committed}"
+                f"(close_timeout): {running}the newest commit known here is step {self.committed}"
             )
         if self.ledger.fatal is not None:
             raise self.ledger.fatal

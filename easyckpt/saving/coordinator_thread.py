@@ -10,17 +10,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from typing import Any
 
 from easyckpt.config import CheckpointConfig
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks
-from easyckpt.errors import EasyckptError, OutcomeUnknown, PeerTimeout, SaveFailed, StorageError
+from easyckpt.errors import EasyckptError, PeerTimeout, SaveFailed
 from easyckpt.events import Event, FlushCommitted, FlushFailed, FlushSkipped
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import SlotMeta
+from easyckpt.saving import last_look
 from easyckpt.saving.alarms import Alarms
 from easyckpt.saving.attempt import Work
 from easyckpt.saving.failures import error_of
@@ -29,7 +29,7 @@ from easyckpt.saving.ledger import Ledger
 from easyckpt.saving.live import LiveSnapshot
 from easyckpt.saving.messages import Board, Decision, Flush, Post, Report, dump, load_board, load_post
 from easyckpt.saving.participant import Participant
-from easyckpt.saving.worker import Worker, give_way
+from easyckpt.saving.worker import give_way
 from easyckpt.saving.writer import SnapshotBytes
 
 logger = logging.getLogger("easyckpt")
@@ -114,6 +114,7 @@ class CoordinatorThread:
                     pause = QUICK_POLL_SECONDS
                 self.wake.clear()
             self._linger()
+            self._ledger.give_up(SaveFailed("the job has ended before this step was flushed"))
         except EasyckptError as error:
             self._lost(error)
         except Exception as error:
@@ -134,7 +135,8 @@ class CoordinatorThread:
         if data is not None:
             board = load_board(data)
             if board != self.board and board.line == self._ledger.post.line:
-                self._moved = time.monotonic()
+                if _progress(board) != _progress(self.board):
+                    self._moved = time.monotonic()
                 self._listen(board)
         self._give_up_on_the_dead()
         self._check_silence()
@@ -241,7 +243,7 @@ class CoordinatorThread:
             self._participant.take_part(board.flush)
         self.alarms.hear(board)
         if board.closed:
-            self._ledger.give_up(SaveFailed("the job has ended"))
+            self._ledger.give_up(self._answer(SaveFailed("the job has ended")))
             self._left = True
 
     def _give_up_on_the_dead(self) -> None:
@@ -283,30 +285,23 @@ class CoordinatorThread:
             time.sleep(QUICK_POLL_SECONDS)
 
     def _lost(self, error: EasyckptError) -> None:
-        """The other ranks cannot be reached any more. What was under way may have become durable: look."""
-        flush = self.board.flush
-        outcome: EasyckptError = error
-        try:
-            if flush is not None and self._look(flush):
-                self._ledger.found_committed(flush)
-            elif flush is not None:
-                outcome = OutcomeUnknown(f"step {flush.step}: {error}; it is not committed so far")
-        except Exception as problem:  # noqa: BLE001 - whatever it is (no thread starts while Python ends): all must end
-            step = "" if flush is None else f"step {flush.step}: "
-            outcome = OutcomeUnknown(f"{step}{error}; looking into the root failed too: {problem}")
-        finally:
-            self._ledger.end_all(outcome)
+        """The other ranks cannot be reached any more."""
+        self._ledger.end_all(self._answer(error))
 
-    def _look(self, flush: Flush) -> bool:
-        """Whether `flush` is committed, as the root says; a storage that hangs is not waited for for ever."""
-        worker = Worker("easyckpt-look")
-        timeout = self._parts.config.peer_timeout
-        try:
-            return worker.submit(lambda: self._parts.committed_by(flush)).result(timeout)
-        except FutureTimeout:
-            raise StorageError(f"no answer for {timeout:g} s") from None
-        finally:
-            worker.stop(0.0)
+    def _answer(self, error: EasyckptError) -> EasyckptError:
+        """What those get who wait, when nothing is decided any more. What was under way may have become durable."""
+        flush = self.board.flush
+        if flush is None:
+            return error
+        unknown = last_look.answer(flush, error, self._parts.committed_by, self._parts.config.peer_timeout)
+        if unknown is None:
+            self._ledger.found_committed(flush)
+        return unknown or error
+
+
+def _progress(board: Board) -> object:
+    """What changes as flushes get on: while one runs, that training goes on and due steps are skipped is no sign."""
+    return board.flush or (board.decisions, board.waited)
 
 
 def _event_of(decision: Decision, effort: tuple[int, float]) -> Event:

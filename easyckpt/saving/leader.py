@@ -301,9 +301,15 @@ class Leader:
                 self._not_durable = missing_at_the_end(known, self.committed)
         elif now - self._closing_since > self._policy.close_timeout:
             late = [rank for rank, post in enumerate(posts) if post is None or not (post.closing or post.aborted)]
-            ranks = ", ".join(map(str, late))
-            self._close_error = f"rank {ranks} did not close within {self._policy.close_timeout:g} s"
+            self._close_error = f"{self._unfinished(late)} within {self._policy.close_timeout:g} s (close_timeout)"
             self._closed = True
+
+    def _unfinished(self, late: list[int]) -> str:
+        """In words, what the end of the job has waited for in vain; `late`: ranks that are not closing."""
+        if late:
+            return f"rank {', '.join(map(str, late))} did not close"
+        steps = [self._active.flush.step] if self._active is not None else [due.step for due in self._dues]
+        return f"the flush of step {', '.join(map(str, steps))} did not end"
 
     def _board(self) -> Board:
         return Board(

@@ -27,7 +27,8 @@ class Ledger:
     def __init__(self, leader: Leader | None, config: CheckpointConfig, *, alone: bool) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
-        """Rings when a decision or the end of all saving has made slots free, or waiting for them useless."""
+        """Rings when a decision or the end of all saving has made slots free, or waiting for them useless. Take `lock`
+        itself to wait for it: Ctrl-C inside a condition's `__enter__` would leave it locked."""
         self.callbacks = Callbacks()
         self.floor = -1
         self.useless: frozenset[int] = frozenset()
@@ -154,7 +155,9 @@ class Ledger:
 
     def hear(self, board: Board) -> list[tuple[Decision, list[Promise]]]:
         """Take in what rank 0 says; returns the new decisions with what they decide: to be resolved by the caller."""
-        with self.changed:
+        with self.lock:
+            if board.line != self.post.line:
+                return []  # training has just left it
             self._hold_flush(board.flush)
             new = [decision for decision in board.decisions if decision.number > self.post.seen]
             decided = [(decision, self._take(decision)) for decision in new]
@@ -234,7 +237,7 @@ class Ledger:
 
     def end_all(self, error: EasyckptError) -> None:
         """Nothing is saved any more: `error` is raised at every call, and decides whatever has no decision."""
-        with self.changed:
+        with self.lock:
             self._failures.end_all(error)
             self.changed.notify_all()
         self.give_up(error)

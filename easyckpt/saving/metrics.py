@@ -105,8 +105,8 @@ class Metrics:
             self._lines = [entry for entry in self._lines if entry[0] <= step]
             self._queue = collections.deque(entry for entry in self._queue if entry[0] <= step)
             _cut_file(storage, step)
-            self._queue.extend(self._early or ())
-            self._early = None
+            early, self._early = self._early, None  # first: training may go on taking
+            self._queue.extend(early or ())
 
     def state_dict(self) -> dict[str, Any]:
         """For the snapshot."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from easyckpt.errors import EasyckptError
+from easyckpt.errors import EasyckptError, SaveFailed
 from easyckpt.events import Event, FlushBegun, Warned
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.messages import Flush, Report
@@ -102,7 +102,8 @@ class Participant:
 def _result(attempt: str, stage: Literal["digest", "files"], done: Future[Any], view: SnapshotBytes) -> Report:
     error = done.exception()
     if error is not None:
-        return Report(attempt=attempt, error=str(error) or repr(error), lost=not view.still_sealed())
+        lost = isinstance(error, SaveFailed) and not view.still_sealed()  # and not a disk that is full as well
+        return Report(attempt=attempt, error=str(error) or repr(error), lost=lost)
     if stage == "digest":
         return Report(attempt=attempt, digest=done.result())
     return Report(attempt=attempt, files=done.result())

@@ -29,9 +29,17 @@ class Callbacks:
                 logger.exception("a callback of a save's Future has failed")
 
         with self._lock:
-            if self._worker is None:
-                self._worker = Worker("easyckpt-callbacks")
-            self._worker.submit(call)
+            self._started().submit(call)
+
+    def prepare(self) -> None:
+        """A callback is to come. The caller's scheduling policy becomes that of the thread, and of what it starts."""
+        with self._lock:
+            self._started()
+
+    def _started(self) -> Worker:
+        if self._worker is None:
+            self._worker = Worker("easyckpt-callbacks", gives_way=False)
+        return self._worker
 
     def stop(self, timeout: float) -> bool:
         """Let what was handed over end; False when it did not within `timeout` seconds."""
@@ -48,7 +56,7 @@ class Promise(Future[int]):
 
     def __init__(self, callbacks: Callbacks) -> None:
         super().__init__()
-        self._run_elsewhere = callbacks.run
+        self._callbacks = callbacks
         self.set_running_or_notify_cancel()
 
     def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
@@ -56,7 +64,8 @@ class Promise(Future[int]):
         if self.done():
             super().add_done_callback(fn)
         else:
-            super().add_done_callback(lambda _: self._run_elsewhere(fn, self))
+            self._callbacks.prepare()
+            super().add_done_callback(lambda _: self._callbacks.run(fn, self))
 
 
 def resolved(step: int) -> Future[int]:

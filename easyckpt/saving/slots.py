@@ -37,7 +37,7 @@ class Slots:
         while slot is None and deadline is not None and self._arena.count > 0 and time.monotonic() < deadline:
             if self._ledger.fatal is not None:
                 break  # all ranks raise it at the same step, not at this one alone
-            with self._ledger.changed:
+            with self._ledger.lock:
                 # The arena may also have grown meanwhile, which rings no bell here.
                 self._ledger.changed.wait(0.05)
             slot = self._try(step, capture, timeline)
@@ -55,7 +55,7 @@ class Slots:
         self._failure = ""
         try:
             self._reserve(capture)
-            with self._ledger.changed:
+            with self._ledger.lock:
                 slot = self._take(step, capture.layout.image_bytes, timeline)
             self._told = self._told if slot is None else ""
             return slot

@@ -7,11 +7,10 @@ copy has ended and its window was checked; sealed is final.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -89,9 +88,8 @@ class Stager:
         self._unsealed: list[Window] = []
         """Snapshots whose bytes may still be on their way (on a GPU the host runs ahead of them)."""
         self._leaves = LateLeaves(copier)
-        self._lock = threading.Lock()
-        self._holder: int | None = None
-        """The thread that has the lock."""
+        # Only ever taken by `with` itself: Ctrl-C inside a context manager written in Python would leave it locked.
+        self._lock = threading.RLock()
         self._fired: set[int] = set()
         """Optimizers of the state (by id) whose steps were seen since the last save."""
         self._hits = self._misses = 0
@@ -134,7 +132,7 @@ class Stager:
 
     def end_window(self, by: Literal["save", "wait", "close"]) -> None:
         """Wait for a copy that is still running, and seal or discard it."""
-        with self._locked():
+        with self._lock:
             window = self._window
             self._leaves.drop_trial()
             if self._fired:
@@ -175,7 +173,7 @@ class Stager:
                 self._end_at_step(optimizer)
             finally:
                 inside.discard(me)
-        elif self._holder == me:
+        elif self._lock._is_owned():  # type: ignore[attr-defined]
             raise refuse("an optimizer step")
         else:  # loading some optimizers takes a step
             self._end_at_step(optimizer)
@@ -185,7 +183,7 @@ class Stager:
             self._see_a_capture(optimizer)
             return
         begun = time.perf_counter()
-        with self._locked():
+        with self._lock:
             self.steps_seen += 1
             if id(optimizer) in self._optimizers:
                 self._fired.add(id(optimizer))
@@ -202,20 +200,11 @@ class Stager:
 
     def _see_a_capture(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing steps now: a CUDA graph is recorded. It will be replayed at any time, and no hook will fire."""
-        with self._locked():
+        with self._lock:
             if id(optimizer) in self._optimizers:
                 self._leaves.never_trust(id(optimizer))
                 if self._window is not None:
                     self._window.doubt = "an optimizer's step was captured into a CUDA graph; its state is copied early"
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._lock:
-            self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
 
     def _saw_a_step(self) -> None:
         self._leaves.trust(self._fired)

@@ -30,7 +30,9 @@ class Worker:
     dead file system must not hang the process as well. Errors of a job are kept in its Future.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, gives_way: bool = True) -> None:
+        """`gives_way` False: for code of the user's, whose threads and processes would inherit the policy."""
+        self._gives_way = gives_way
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -57,7 +59,8 @@ class Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        give_way()
+        if self._gives_way:
+            give_way()
         while (job := self._jobs.get()) is not None:
             job()
             del job  # what a finished job refers to must not live until the next one comes

@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from operator import attrgetter, itemgetter, methodcaller
+from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,12 +30,12 @@ _OVERRIDABLE = (
     "get_extra_state",
     "set_extra_state",
 )
-_HOOKS = attrgetter(
+_HOOKS = itemgetter(
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 )
 _TABLES = itemgetter("_parameters", "_buffers", "_modules")
 _VALUES = methodcaller("values")
-_NON_PERSISTENT = attrgetter("_non_persistent_buffers_set")
+_NON_PERSISTENT = itemgetter("_non_persistent_buffers_set")
 
 Pick = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -135,7 +135,8 @@ class ModuleComponent(Component):
 
     def _look(self, modules: list[nn.Module]) -> tuple[list[Any], Any]:
         """(everything in the modules' tables, what must be equal for the plan to be right); no Python loop inside."""
-        tables = list(chain.from_iterable(map(_TABLES, map(vars, modules))))
+        insides = list(map(vars, modules))
+        tables = list(chain.from_iterable(map(_TABLES, insides)))
         filled = list(filter(None, tables))
         values = list(chain.from_iterable(map(_VALUES, filled)))
         token = (
@@ -144,14 +145,14 @@ class ModuleComponent(Component):
             list(map(len, tables)),
             list(chain.from_iterable(filled)),
             list(map(id, values)),
-            list(map(frozenset, map(_NON_PERSISTENT, modules))),
+            list(map(frozenset, map(_NON_PERSISTENT, insides))),
         )
         return values, token
 
     def _no_hooks(self, modules: list[nn.Module]) -> bool:
-        return not any(chain.from_iterable(map(_HOOKS, modules))) and vars(unwrap(self.target)).keys().isdisjoint(
-            _OVERRIDABLE
-        )
+        if any(chain.from_iterable(map(_HOOKS, map(vars, modules)))):
+            return False
+        return vars(unwrap(self.target)).keys().isdisjoint(_OVERRIDABLE)
 
     def _plan(self) -> Part:
         found = list(walk(self.target))
@@ -188,7 +189,7 @@ class ModuleComponent(Component):
         names, positions, position = [], [], 0
         for prefix, module in found:
             parameters, buffers, children = _TABLES(vars(module))
-            hidden = _NON_PERSISTENT(module)
+            hidden = _NON_PERSISTENT(vars(module))
             for name, value in chain(parameters.items(), buffers.items()):
                 if value is not None and (name in parameters or name not in hidden):
                     names.append(prefix + name)
