@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from easyckpt.errors import ConfigError
 from easyckpt.event_kinds import (
     Event,
     FlushBegun,
@@ -72,9 +73,35 @@ class _DeferredHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the formatted record, unless drain() itself made it."""
+        """Keep the formatted record, unless drain() itself made it.
+
+        A program that has configured no logging sees warnings on stderr as without a log file: that there is this
+        handler would end that.
+        """
         if not getattr(record, "easyckpt_event", False):
             self._lines.append(self.format(record))
+        last = logging.lastResort
+        if last is not None and record.levelno >= last.level and self._is_first_of_none_but_ours():
+            last.handle(record)
+
+    def _is_first_of_none_but_ours(self) -> bool:
+        handlers = []
+        at: logging.Logger | None = logger
+        while at is not None:
+            handlers += at.handlers
+            at = at.parent if at.propagate else None
+        return handlers[0] is self and all(isinstance(handler, _DeferredHandler) for handler in handlers)
+
+
+def _appendable(path: str) -> str:
+    """The absolute path of the log file, which can be appended to. Raises ConfigError."""
+    whole = os.path.abspath(os.path.expanduser(path))
+    try:
+        os.makedirs(os.path.dirname(whole), exist_ok=True)
+        with open(whole, "a"):
+            return whole
+    except OSError as error:
+        raise ConfigError(f"log_file_path: {whole} cannot be written: {error.strerror}") from None
 
 
 class EventLog:
@@ -94,7 +121,7 @@ class EventLog:
     ) -> None:
         self._rank = rank
         self._sink = sink
-        self._path = None if log_file_path is None else os.path.abspath(log_file_path)
+        self._path = None if log_file_path is None else _appendable(log_file_path)
         self._limit = queue_limit
         self._queue: collections.deque[Event] = collections.deque()
         self._lines: collections.deque[str] = collections.deque(maxlen=queue_limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
 import statistics
 import threading
 import time
@@ -12,6 +13,7 @@ import time
 import pytest
 
 from easyckpt import events
+from easyckpt.errors import ConfigError
 from easyckpt.events import (
     EventLog,
     FlushCommitted,
@@ -25,6 +27,7 @@ from easyckpt.events import (
     SnapshotSkipped,
     Warned,
 )
+from tests.support.zygote import fork_program
 
 
 def lines_of(chunks):
@@ -46,7 +49,7 @@ def test_events_are_json_lines_with_every_field():
     assert len(chunks) == 1
 
 
-def test_emit_does_no_io_and_costs_microseconds(tmp_path):
+def test_emit_does_no_io(tmp_path):
     path = tmp_path / "log"
     log = EventLog(0, lambda data: pytest.fail("sink on the training thread"), str(path))
     try:
@@ -58,7 +61,7 @@ def test_emit_does_no_io_and_costs_microseconds(tmp_path):
             costs.append(time.perf_counter() - start)
         assert statistics.median(costs) < 10e-6
         logging.getLogger("easyckpt.x").warning("direct")
-        assert not path.exists()
+        assert path.read_text() == ""
     finally:
         logging.getLogger("easyckpt").removeHandler(log._handler)
 
@@ -131,11 +134,44 @@ def test_a_failing_sink_is_counted_and_told_but_never_raises(caplog):
     assert len(told) == 4  # 1st, 2nd, 4th, 8th: not silent, not a flood
 
 
-def test_a_log_file_that_cannot_be_written_never_raises(tmp_path, caplog):
-    log = EventLog(0, None, str(tmp_path / "absent" / "log"))
+def test_a_log_file_that_cannot_be_written_any_more_never_raises(tmp_path, caplog):
+    log = EventLog(0, None, str(tmp_path / "made" / "log"))
+    shutil.rmtree(tmp_path / "made")
     log.emit(Warned(message="x"))
     log.close()
     assert "cannot write the log file" in caplog.text
+
+
+def test_a_log_file_that_cannot_be_written_at_all_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "log", tmp_path):
+        with pytest.raises(ConfigError, match=r"log_file_path: .* cannot be written"):
+            EventLog(0, None, str(path))
+
+
+LOGS = """
+import logging, sys
+from easyckpt.events import EventLog, Warned
+
+if sys.argv[2] == "configured":
+    logging.basicConfig(stream=sys.stdout)
+logs = [EventLog(rank, None, sys.argv[1]) for rank in range(2)]
+logs[1].emit(Warned(message="an event"))
+logging.getLogger("easyckpt").warning("said directly")
+for log in logs:
+    log.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["configured", "not configured"])
+def test_warnings_are_seen_beside_a_log_file_as_without_one(tmp_path, how):
+    child = fork_program(LOGS, tmp_path / "log", how, directory=tmp_path)
+    out, stderr = child.communicate(100)
+    seen, other = (out, stderr) if how == "configured" else (stderr, out)
+    assert (seen.count("an event"), seen.count("said directly")) == (1, 1)
+    assert "an event" not in other
+    assert "said directly" not in other
+    assert (tmp_path / "log").read_text().count("an event") == 1
 
 
 def test_readable_log(tmp_path, caplog):

@@ -15,6 +15,7 @@ from easyckpt.saving import metrics as module
 from easyckpt.saving.metrics import Metrics
 from easyckpt.storage.local import LocalStorage
 from tests.support.staged import until
+from tests.support.zygote import fork_program
 
 
 @pytest.fixture
@@ -56,6 +57,69 @@ def test_a_line_that_is_just_being_written_is_not_lost_by_a_cut(storage, tmp_pat
     writing.join()
     cutting.join()
     assert written(storage) == [1, 2]
+
+
+def test_lines_that_a_killed_process_had_not_written_are_written_by_the_one_that_goes_on(storage):
+    killed = Metrics()
+    killed.hold_back()
+    take(killed, 1)
+    killed.cut(storage, 0)
+    take(killed, 2)
+    killed.write(storage)
+    take(killed, 3)
+    killed.log({"loss": torch.tensor(4.0), "lr": 0.1})
+    killed.take(4)
+    carried = killed.state_dict()
+    take(killed, 5)
+    for attempt in range(2):  # also when this one is killed before it comes to that
+        metrics = Metrics()
+        metrics.hold_back()
+        metrics.load_state_dict(carried)
+        take(metrics, 5)
+        metrics.cut(storage, 4)
+        if attempt:
+            metrics.write(storage)
+    assert written(storage) == [1, 2, 3, 4, 5]
+    assert metrics.state_dict() == {"latest": {"loss": 5.0}, "unwritten": []}
+
+
+def test_what_is_written_is_not_carried_and_not_written_twice(storage):
+    metrics = Metrics()
+    take(metrics, 1, 2)
+    carried = metrics.state_dict()
+    metrics.write(storage)
+    metrics.load_state_dict(carried)
+    metrics.hold_back()
+    metrics.cut(storage, 2)
+    metrics.write(storage)
+    assert written(storage) == [1, 2]
+    assert metrics.state_dict()["unwritten"] == []
+
+
+KILLED = """
+import os, sys
+from torch import nn
+import easyckpt
+
+root, last = sys.argv[1], int(sys.argv[2])
+with easyckpt.Checkpointer(root, {"model": nn.Linear(2, 2), "count": {}}, overlap=False) as checkpointer:
+    for step in range(checkpointer.load().step + 1, 41):
+        checkpointer.log(loss=step / 7)
+        checkpointer.save_if_needed(step)
+        if step == last:
+            os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_metrics_of_a_job_that_is_killed_again_and_again_have_no_gap(tmp_path):
+    for last in (7, 8, 20, 39):
+        assert fork_program(KILLED, tmp_path / "run", last, directory=tmp_path).communicate(100)
+    child = fork_program(KILLED, tmp_path / "run", 0, directory=tmp_path)
+    _, stderr = child.communicate(100)
+    assert child.returncode == 0, stderr
+    storage = LocalStorage(tmp_path / "run")
+    lines = [json.loads(line) for line in storage.read(layout.METRICS).splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(step, step / 7) for step in range(1, 41)]
 
 
 def test_what_storage_has_refused_is_cut_as_well(storage):

@@ -26,6 +26,11 @@ COMPONENT = "easyckpt.metrics"
 QUEUE_LIMIT = 10_000
 #: What a line says by itself (resuming cuts by it), and what a value that the user gave that name is called there.
 OWN_NAMES = {"step": "logged_step", "time": "logged_time"}
+#: Lines that a snapshot carries because they may be lost with this process: those of about the last second.
+CARRIED = 256
+
+Entry = tuple[int, float, dict[str, Any]]
+"""Step, Unix time, values by name."""
 
 
 class Metrics:
@@ -38,12 +43,16 @@ class Metrics:
     def __init__(self, *, writes: bool = True) -> None:
         self._pending: dict[str, Any] = {}
         self._writes = writes
-        self._queue: collections.deque[tuple[int, float, dict[str, Any]]] = collections.deque()
+        self._queue: collections.deque[Entry] = collections.deque()
         self._writing = threading.Lock()
         """Guards the file, `_lines`, and what is taken out of the queue."""
-        self._early: collections.deque[tuple[int, float, dict[str, Any]]] | None = None
+        self._early: collections.deque[Entry] | None = None
         """What belongs to a line of training that is not opened yet; None: one is open."""
         self._lines: list[tuple[int, bytes]] = []
+        self._unwritten: collections.deque[Entry] = collections.deque()
+        """Those in `_lines` and `_queue`, in order, without tensors; `_early` ones once their line is open."""
+        self._restored: list[Entry] = []
+        """What the snapshot that was restored has carried."""
         self._lost = self._told_lost = 0
         self.latest: dict[str, float] = {}
         """What goes into the next snapshot: plain numbers only."""
@@ -71,7 +80,10 @@ class Metrics:
         early = self._early
         queue = self._queue if early is None else early
         if self._writes and len(queue) < QUEUE_LIMIT:
-            queue.append((step, time.time(), values))
+            entry = (step, time.time(), values)
+            if early is None:
+                self._unwritten.append(_without_tensors(entry))  # first: `write` takes it away once it is written
+            queue.append(entry)
         elif self._writes:
             self._lost += 1
 
@@ -87,6 +99,8 @@ class Metrics:
                 self._lines.append((step, _line(step, moment, values)))
             if self._lines:
                 storage.append(layout.METRICS, b"".join(line for _, line in self._lines))
+                for _ in self._lines:
+                    self._unwritten.popleft()
                 self._lines.clear()
         if self._lost > self._told_lost:
             self._told_lost = self._lost
@@ -99,22 +113,28 @@ class Metrics:
 
     def cut(self, storage: Storage, step: int) -> None:
         """A line of training begins at `step`: drop what others have left past it, written or not (and a last line that
-        a crash left half-written).
+        a crash left half-written), and write again what was lost with the process that has logged it.
         """
         with self._writing:
-            self._lines = [entry for entry in self._lines if entry[0] <= step]
+            self._lines = [line for line in self._lines if line[0] <= step]
             self._queue = collections.deque(entry for entry in self._queue if entry[0] <= step)
-            _cut_file(storage, step)
-            early, self._early = self._early, None  # first: training may go on taking
-            self._queue.extend(early or ())
+            kept = [entry for entry in self._unwritten if entry[0] <= step]
+            written = max(_cut_file(storage, step), max((entry[0] for entry in kept), default=-1))
+            again = [entry for entry in self._restored if written < entry[0] <= step]
+            self._lines += [(entry[0], _line(*entry)) for entry in again]
+            early, self._early = self._early or (), None  # first: training may go on taking
+            self._queue.extend(early)
+            self._unwritten = collections.deque([*kept, *again, *map(_without_tensors, early)])
+            self._restored = []
 
     def state_dict(self) -> dict[str, Any]:
         """For the snapshot."""
-        return dict(self.latest)
+        return {"latest": dict(self.latest), "unwritten": list(self._unwritten)[-CARRIED:]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From a snapshot."""
-        self.latest = dict(state)
+        self.latest = dict(state["latest"])
+        self._restored = list(state["unwritten"])
 
 
 def metrics_in(image: Layout, objects: bytes) -> dict[str, float]:
@@ -122,21 +142,29 @@ def metrics_in(image: Layout, objects: bytes) -> dict[str, float]:
     trees = image.trees
     if not isinstance(trees, dict) or COMPONENT not in trees:
         return {}
-    value = saved_value(image, trees, objects, COMPONENT, _no_tensor)
-    return {name: number for name, number in value.items() if isinstance(number, (int, float))}
+    latest = saved_value(image, trees, objects, COMPONENT, _no_tensor)["latest"]
+    return {name: number for name, number in latest.items() if isinstance(number, (int, float))}
 
 
 def _no_tensor(number: int) -> Any:
     raise DamagedCheckpoint(f"the metrics refer to tensor {number}, and they have none")
 
 
-def _cut_file(storage: Storage, step: int) -> None:
+def _without_tensors(entry: Entry) -> Entry:
+    """What of an entry can be carried in a snapshot: reading a tensor could mean waiting for a GPU."""
+    step, moment, values = entry
+    return step, moment, {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
+
+
+def _cut_file(storage: Storage, step: int) -> float:
+    """Drop the lines past `step`; returns the newest step that is left (-1: none)."""
     if not storage.exists(layout.METRICS):
-        return
+        return -1
     data = storage.read(layout.METRICS)
     kept = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n") and _step_of(line) <= step]
     if sum(map(len, kept)) != len(data):
         storage.replace(layout.METRICS, b"".join(kept))
+    return max(map(_step_of, kept), default=-1)
 
 
 def _step_of(line: bytes) -> float:
