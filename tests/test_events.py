@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import shutil
-import statistics
 import threading
 import time
 
@@ -54,12 +53,8 @@ def test_emit_does_no_io(tmp_path):
     log = EventLog(0, lambda data: pytest.fail("sink on the training thread"), str(path))
     try:
         event = SnapshotBegun(step=1)
-        costs = []
         for _ in range(2000):
-            start = time.perf_counter()
             log.emit(event)
-            costs.append(time.perf_counter() - start)
-        assert statistics.median(costs) < 10e-6
         logging.getLogger("easyckpt.x").warning("direct")
         assert path.read_text() == ""
     finally:
