@@ -37,6 +37,22 @@ def refuse(what: str) -> UsageError:
     )
 
 
+def entered(
+    inside: Inside, method: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Result:
+    """Call `method` with this thread counted as inside."""
+    me = threading.get_ident()
+    # Ctrl-C may come between any two lines: before `add`, and once more before the first `discard`.
+    try:
+        try:
+            inside.add(me)
+            return method(*args, **kwargs)
+        finally:
+            inside.discard(me)
+    finally:
+        inside.discard(me)
+
+
 def guarded(
     method: Callable[Concatenate[Owner, Arguments], Result],
 ) -> Callable[Concatenate[Owner, Arguments], Result]:
@@ -44,13 +60,8 @@ def guarded(
 
     @functools.wraps(method)
     def call(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        inside, me = self._inside, threading.get_ident()
-        if me in inside:
+        if threading.get_ident() in self._inside:
             raise refuse(f"{method.__name__}()")
-        try:  # begun before `add`: Ctrl-C may come between any two lines
-            inside.add(me)
-            return method(self, *args, **kwargs)
-        finally:
-            inside.discard(me)
+        return entered(self._inside, method, self, *args, **kwargs)
 
     return call

@@ -24,7 +24,7 @@ from easyckpt.events import Event, SnapshotBegun, SnapshotDiscarded, SnapshotSea
 from easyckpt.format.image import Layout
 from easyckpt.memory.slot import Slot, SlotMeta
 from easyckpt.saving.copying import Copier
-from easyckpt.saving.reentry import Inside, refuse
+from easyckpt.saving.reentry import Inside, entered, refuse
 from easyckpt.saving.scalers import ScalerWatch
 from easyckpt.saving.window import NOTHING_LATE, LateLeaves, Window, listed, names
 from easyckpt.saving.worker import Result
@@ -166,13 +166,8 @@ class Stager:
         """Runs before every optimizer step of the process: no step may write what is still being copied."""
         if os.getpid() != self._pid:
             return
-        inside, me = self.inside, threading.get_ident()
-        if me not in inside:
-            try:
-                inside.add(me)
-                self._end_at_step(optimizer)
-            finally:
-                inside.discard(me)
+        if threading.get_ident() not in self.inside:
+            entered(self.inside, self._end_at_step, optimizer)
         elif self._lock._is_owned():  # type: ignore[attr-defined]
             raise refuse("an optimizer step")
         else:  # loading some optimizers takes a step
