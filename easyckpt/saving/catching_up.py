@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from easyckpt.saving.fingerprint import Fingerprint, Fingerprints
+from easyckpt.saving.fingerprint import Fingerprint, Fingerprints, Then
 from easyckpt.saving.staging import Stager
 from easyckpt.saving.window import listed
 from easyckpt.state.capture import Capture, StateCapture
@@ -12,7 +12,7 @@ from easyckpt.state.capture import Capture, StateCapture
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """The newest step of which a snapshot was to be taken and was not. Holds nothing of the state."""
+    """The newest step of which a snapshot was to be taken and was not. Holds none of the user's tensors."""
 
     step: int
     reason: str
@@ -54,8 +54,8 @@ class CatchUp:
         state = self._fingerprints.of(capture, self._stager.late(capture), needed)
         self.skipped = Skipped(step, reason, state, steps)
 
-    def capture(self) -> Capture | str:
-        """The skipped step's state, if all tensors are provably still what they were; else what is not.
+    def state(self) -> Then | str:
+        """The skipped step's state, if all large tensors are provably still what they were; else what is not.
 
         Whatever else belongs to it is as it was when the step was handed over. Reads every byte of the state.
         """
@@ -65,6 +65,5 @@ class CatchUp:
             return state
         if self._stager.steps_seen != self.skipped.optimizer_steps:
             return "an optimizer has stepped since"
-        now = self._capture.capture()
-        changed = state.changed(now)
-        return f"{listed(changed)} changed since, or may have" if changed else replace(now, objects=state.objects)
+        found = state.lend(self._capture.capture())
+        return found if isinstance(found, Then) else f"{listed(found)} changed since, or may have"

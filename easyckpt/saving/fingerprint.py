@@ -1,4 +1,7 @@
-"""Whether the live state is still what it was at an earlier moment: told by digests of every byte, holding none of it.
+"""Whether the live state is still what it was at an earlier moment: told by digests of every byte.
+
+None of the user's tensors is held. Of what is small (generators, buffers) the bytes themselves are kept: it may change.
+A program that evaluates after its last step draws from a generator, and is none the worse for it.
 
 Nothing else proves it: whoever writes through ``.data``, NumPy or a fused optimizer raises no version counter. What may
 be copied late may be digested late as well: in the same window, under the same counters and probes.
@@ -9,13 +12,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import xxhash
 
 from easyckpt.format.codec import path_text
-from easyckpt.format.image import Layout
+from easyckpt.format.image import Layout, Leaf
 from easyckpt.saving import raw_memory
 from easyckpt.saving.copying import small_leaves_first, version_of
 from easyckpt.saving.gathering import WORTH_IT, Gather, is_tiny
@@ -26,6 +29,8 @@ from easyckpt.state.capture import Capture
 SMALL_STATE_BYTES = 8 << 20
 #: No more than this is digested on the training thread: of a larger state nothing is known then.
 AT_ONCE_BYTES = 64 << 20
+#: A leaf of at most so many bytes is kept as it is, as long as all of them are together at most so many.
+KEPT_LEAF_BYTES, KEPT_BYTES = 16 << 10, 1 << 20
 #: Between two pieces a background digest looks whether anybody still needs it.
 _PIECE_BYTES = 8 << 20
 
@@ -38,30 +43,64 @@ class Fingerprint:
 
     layout: Layout
     objects: bytes
+    kept: dict[int, bytes]
+    """Leaf -> its bytes."""
     digests: dict[int, int]
     """Leaf -> digest of its bytes."""
     tiny: Sequence[int]
-    """Leaves whose bytes are themselves kept, one after the other:"""
+    """Leaves whose bytes are kept as well, one after the other:"""
     words: torch.Tensor
     late: Future[dict[int, int]] | None
     """Digests that are still being made; without those of leaves that somebody wrote to meanwhile."""
 
-    def changed(self, now: Capture) -> list[str]:
-        """Names of leaves that are not, or cannot be proven to be, what they were. Reads every byte of the state."""
-        if self.layout is not now.layout:
-            return ["the form of the state"]
-        leaves, before = self.layout.leaves, self._all()
-        differ = [n for n, leaf in enumerate(leaves) if leaf.nbytes and before.get(n) != _digest(now, n)]
-        return [path_text(leaves[number].path) for number in differ]
+    def lend(self, now: Capture) -> Then | list[str]:
+        """The state of that moment out of the live one, `now`; or the names of leaves that are not, or cannot be proven
+        to be, what they were. Reads every byte of the state.
+        """
+        kept = self.kept | self._kept_tiny()
+        before = self.digests | (self.late.result() if self.late is not None else {})
+        then = _laid_out_as(self.layout, now)
+        leaves = self.layout.leaves
+        need = [n for n, leaf in enumerate(leaves) if leaf.nbytes and n not in kept]
+        differ = [n for n in need if not then.pointers[n] or before.get(n) != _digest(then, n)]
+        if differ:
+            return [path_text(leaves[number].path) for number in differ]
+        return Then(replace(then, objects=self.objects), kept)
 
-    def _all(self) -> dict[int, int]:
-        found = self.digests | (self.late.result() if self.late is not None else {})
-        address = self.words.data_ptr()
+    def _kept_tiny(self) -> dict[int, bytes]:
+        kept, address = {}, self.words.data_ptr()
         for number in self.tiny:
             nbytes = self.layout.leaves[number].nbytes
-            found[number] = _digest_at(address, nbytes)
+            kept[number] = ctypes.string_at(address, nbytes)
             address += nbytes
-        return found
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Then:
+    """An earlier state: `capture` refers to the live one, but for the leaves whose bytes are in `kept`."""
+
+    capture: Capture
+    kept: dict[int, bytes]
+
+
+def _laid_out_as(layout: Layout, now: Capture) -> Capture:
+    """`now` with the leaves of `layout`; the pointer of one that is not there any more, in the same form, is 0."""
+    if layout is now.layout:
+        return now
+    live = {(leaf.path, _form(leaf)): number for number, leaf in enumerate(now.layout.leaves)}
+    places = [live.get((leaf.path, _form(leaf))) for leaf in layout.leaves]
+    return replace(
+        now,
+        layout=layout,
+        sources=[_NOTHING if place is None else now.sources[place] for place in places],
+        pointers=[0 if place is None else now.pointers[place] for place in places],
+        strided=frozenset(number for number, place in enumerate(places) if place in now.strided),
+    )
+
+
+def _form(leaf: Leaf) -> tuple[object, ...]:
+    return leaf.dtype, leaf.shape, leaf.order, leaf.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +112,7 @@ class _Plan:
     refusal: str
     tiny: list[int]
     gather: Gather | None
+    kept: list[int]
     at_once: list[int]
     late: list[int]
     probes: Probes
@@ -100,6 +140,7 @@ class Fingerprints:
         return Fingerprint(
             layout=capture.layout,
             objects=capture.objects,
+            kept={n: ctypes.string_at(capture.pointers[n], capture.layout.leaves[n].nbytes) for n in plan.kept},
             digests={number: _digest(capture, number) for number in plan.at_once},
             tiny=plan.tiny,
             words=_NOTHING if plan.gather is None else plan.gather.words(capture),
@@ -140,16 +181,32 @@ def _make_plan(capture: Capture, may_be_late: Sequence[int]) -> _Plan:
     refusal = _refusal(capture, now)
     tiny = [] if refusal else [n for n in now if is_tiny(capture, n)]
     gathered = set(tiny) if len(tiny) >= WORTH_IT else set()
+    kept = [] if refusal else _worth_keeping(capture, [n for n in now if n not in gathered])
+    others = gathered.union(kept)
     return _Plan(
         facts=capture.early,
         may_be_late=may_be_late,
         refusal=refusal,
         tiny=tiny if gathered else [],
         gather=Gather(capture, tiny) if gathered else None,
-        at_once=[n for n in now if n not in gathered],
+        kept=kept,
+        at_once=[n for n in now if n not in others],
         late=late,
         probes=Probes([offset for n in late for offset in probed_offsets(leaves[n])], []),
     )
+
+
+def _worth_keeping(capture: Capture, numbers: list[int]) -> list[int]:
+    """The smallest of some leaves."""
+    leaves = capture.layout.leaves
+    kept, nbytes = [], 0
+    for number in sorted(numbers, key=lambda number: leaves[number].nbytes):
+        nbytes += leaves[number].nbytes
+        if leaves[number].nbytes > KEPT_LEAF_BYTES or nbytes > KEPT_BYTES:
+            break
+        if number not in capture.strided:
+            kept.append(number)
+    return kept
 
 
 def _refusal(capture: Capture, now: list[int]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from easyckpt.errors import SaveFailed
 from easyckpt.memory.slot import SlotMeta
@@ -18,6 +18,8 @@ class LiveSnapshot:
 
     meta: SlotMeta
     capture: Capture
+    kept: Mapping[int, bytes] = field(default_factory=dict)
+    """Leaves whose bytes are not read out of the live state."""
     _withdrawn: bool = False
 
     def withdraw(self) -> None:
@@ -61,6 +63,8 @@ class LiveSnapshot:
     def _bytes_of(self, number: int) -> Buffer:
         if self._withdrawn:
             raise SaveFailed(f"the live state of step {self.meta.step} is not lent any more: its save was interrupted")
+        if number in self.kept:
+            return self.kept[number]
         leaf, source = self.capture.layout.leaves[number], self.capture.sources[number].detach()
         if number in self.capture.strided:
             dense = source.to("cpu", copy=True).contiguous().resolve_conj().resolve_neg()

@@ -23,6 +23,7 @@ from easyckpt.memory.slot import Slot
 from easyckpt.saving.accumulation import AccumulationWatch
 from easyckpt.saving.catching_up import CatchUp
 from easyckpt.saving.coordinator import Coordinator
+from easyckpt.saving.fingerprint import Then
 from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.line import Origin
 from easyckpt.saving.live import LiveSnapshot
@@ -268,9 +269,10 @@ class Saver:
         skipped, identity = self._catch_up.skipped, self._identity
         if skipped is None or identity is None:
             return
-        coordinator, found = self._parts.coordinator, self._catch_up.capture()
-        if isinstance(found, Capture):
-            coordinator.offer(LiveSnapshot(identity.meta(skipped.step, found.layout), found))
+        coordinator, found = self._parts.coordinator, self._catch_up.state()
+        if isinstance(found, Then):
+            meta = identity.meta(skipped.step, found.capture.layout)
+            coordinator.offer(LiveSnapshot(meta, found.capture, found.kept))
         else:
             coordinator.lacks(skipped.step, f"{skipped.reason}; it could not be taken at the end either: {found}")
 

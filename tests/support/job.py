@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import easyckpt
 from easyckpt import failpoints
@@ -84,6 +85,7 @@ CHANGES = {
     "element": lambda net, optimizer, progress: net[0].weight.data[1].sub_(0.1),
     "average": lambda net, optimizer, progress: [p.data.copy_(0.9 * p.data) for p in net.parameters()],
     "step": lambda net, optimizer, progress: optimizer.step(),
+    "evaluation": lambda net, optimizer, progress: None,
 }
 
 
@@ -297,6 +299,11 @@ def main() -> None:
                     break
             if mischief:
                 CHANGES[args.then](net, optimizer, progress)
+                if args.then == "evaluation":  # draws from the generators, and is a new loader in the state
+                    loader = DataLoader(TensorDataset(torch.ones(8, args.width)), 4)
+                    net.eval()
+                    sum(float(net(x).sum()) for (x,) in checkpointer.batches(loader, 0, name="eval"))
+                    net.train()
             if args.wait_at_end:
                 checkpointer.wait(args.wait_at_end)
             counts = checkpointer.stats().counts
