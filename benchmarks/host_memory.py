@@ -17,7 +17,7 @@ from torch import nn
 from benchmarks import common
 
 SAVES = 200
-SHAPES = {"350 MB": (28, 1024), "20,000 small tensors": (10_000, 4)}
+SHAPES = {"350 MB": (42, 1024), "20,000 small tensors": (10_000, 4)}
 
 
 def build(layers: int, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:

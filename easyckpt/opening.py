@@ -15,7 +15,7 @@ from easyckpt.config import CheckpointConfig
 from easyckpt.distributed.agree import all_good, done_by_rank_0
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel, settle_locality
-from easyckpt.errors import EasyckptError, ForeignFormat
+from easyckpt.errors import EasyckptError, ForeignFormat, StorageError
 from easyckpt.events import EventLog, Warned
 from easyckpt.format import layout
 from easyckpt.memory import budget
@@ -61,6 +61,7 @@ def open_root(
     arena: Arena | None = None
     failure: Exception | None = None
     try:
+        _see_root(storage, ranks)
         arena = _own_arena(directory, in_memory, identity, ranks, config)
     except (EasyckptError, OSError) as error:
         failure = error
@@ -85,6 +86,8 @@ def _identify(storage: LocalStorage) -> dict[str, str]:
     """Rank 0: the run's identity, written into a new root."""
     if os.path.exists(storage.root) and not os.path.isdir(storage.root):
         raise ForeignFormat(f"{storage.root} is a file, not a directory for checkpoints")
+    if os.path.islink(storage.root) and not os.path.exists(storage.root):
+        raise StorageError(f"{storage.root} is a link to {os.readlink(storage.root)}, and there is nothing")
     storage.makedirs(layout.EVENTS)
     record = catalog.read_root(storage)
     if record is None:
@@ -96,6 +99,14 @@ def _identify(storage: LocalStorage) -> dict[str, str]:
         "arena_id": layout.arena_id(record.run, os.path.realpath(storage.root)),
         "incarnation": secrets.token_hex(4),
     }
+
+
+def _see_root(storage: LocalStorage, ranks: Ranks) -> None:
+    if not os.path.isdir(storage.root):
+        raise StorageError(
+            f"rank {ranks.rank} does not see {storage.root}, which rank 0 has opened: is the root on a file system "
+            "that all nodes share?"
+        )
 
 
 def _own_arena(

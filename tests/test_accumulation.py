@@ -9,6 +9,28 @@ from torch import nn
 import easyckpt
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_that_a_scaler_has_left_by_skipping_a_step_are_no_accumulation(tmp_path, caplog, overlap):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    with easyckpt.Checkpointer(tmp_path / "run", state, overlap=overlap) as checkpointer:
+        checkpointer.load()
+        for step, factor in enumerate((1.0, 1.0, float("inf"), 1.0), 1):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            checkpointer.save_if_needed(step)
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        checkpointer._events.drain()
+        assert "between two backward passes" not in caplog.text
+        checkpointer.save_if_needed(5)
+        checkpointer._events.drain()
+        assert "step 5 is saved between two backward passes" in caplog.text
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("zero_first", [True, False])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])

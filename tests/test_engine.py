@@ -499,7 +499,10 @@ def shard_cut(root):
 
 @pytest.mark.parametrize(
     ("place", "happens", "words"),
-    [("commit.rename.before", lease_gone, "taken over by another job"), ("commit.reported", shard_cut, "has written")],
+    [
+        ("commit.rename.before", lease_gone, "has lost its lease: somebody removed it"),
+        ("commit.reported", shard_cut, "has written"),
+    ],
 )
 def test_what_happens_to_the_root_in_the_middle_of_a_commit_is_seen(root, tmp_path, place, happens, words):
     hold = tmp_path / "hold"

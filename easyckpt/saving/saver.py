@@ -311,7 +311,9 @@ class Saver:
         return any(meta.step == step and meta.timeline == timeline for meta in self._parts.arena.sealed())
 
     def _warn_of_accumulation(self, step: int) -> None:
-        if not self._warned_of_accumulation and self._parts.accumulation.in_the_middle():
+        if self._warned_of_accumulation or not self._parts.accumulation.in_the_middle():
+            return
+        if not self._parts.stager.scaler_skipped():  # which leaves its gradients
             self._warned_of_accumulation = True
             message = (
                 f"step {step} is saved between two backward passes of one optimizer step: gradients are not part of "

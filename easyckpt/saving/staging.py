@@ -125,9 +125,8 @@ class Stager:
         self._emit(SnapshotBegun(step=step, bytes=meta.image_bytes, seconds=time.perf_counter() - begun))
         if self._overlap:
             self._leaves.begin_trial(capture, slot)
-        if late:
-            self._scalers.begin()
-        else:
+        self._scalers.begin()
+        if not late:
             self._check(window)
 
     def end_window(self, by: Literal["save", "wait", "close"]) -> None:
@@ -148,6 +147,10 @@ class Stager:
             for other in self._unsealed:
                 other.over.wait()
             self._unsealed = []
+
+    def scaler_skipped(self) -> bool:
+        """Whether a GradScaler has skipped an optimizer step since the last snapshot was begun. Waits for a GPU."""
+        return self._scalers.skipped_a_step()
 
     def late(self, capture: Capture) -> list[int]:
         """The leaves that may be read until the next optimizer step; the same list while nothing changes."""

@@ -151,11 +151,7 @@ class Lease:
             if seen is not None and seen.tokens == [self._record.token]:
                 return
             self._end()
-            taker = "nobody: its lease was removed" if seen is None else describe(seen.owner)
-            self._loss = (
-                f"{self._storage.root} was taken over by another job while this one did not renew its lease; it now "
-                f"belongs to {taker}. This job writes nothing there any more: stop it, or restart it after the other."
-            )
+            self._loss = self._why_lost(seen)
             raise LeaseLost(self._loss)
 
     def release(self) -> None:
@@ -182,6 +178,21 @@ class Lease:
         elif claim(self._storage, layout.LEASE, self._fresh().to_bytes()):
             failpoints.hit(CREATED)
             self._held = True
+
+    def _why_lost(self, seen: Seen | None) -> str:
+        root = self._storage.root
+        if seen is not None:
+            return (
+                f"{root} was taken over by another job while this one did not renew its lease; it now belongs to "
+                f"{describe(seen.owner)}. This job writes nothing there any more: stop it, or restart it after the other."
+            )
+        gone = not self._storage.exists(layout.ROOT_FILE)
+        what = (
+            "is not what it was: it was removed, renamed or unmounted"
+            if gone
+            else "has lost its lease: somebody removed it"
+        )
+        return f"{root} {what}. This job writes nothing there any more; what is in memory stays for a restart."
 
     def _end(self) -> None:
         self._held = False
