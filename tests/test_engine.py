@@ -663,25 +663,29 @@ def test_a_close_that_is_interrupted_lends_nothing_any_more(root, monkeypatch):
     checkpointer.close()
 
 
-@pytest.mark.parametrize("then", ["nothing", "a draw"])
+@pytest.mark.parametrize("then", ["nothing", "a draw", "a step"])
 def test_without_memory_the_last_step_is_written_at_the_end(root, monkeypatch, then):
     from easyckpt.memory.arena import Arena
 
     monkeypatch.setattr(Arena, "count", property(lambda self: 0))
     training, _ = start(root, save_storage_interval=5)
-    if then == "nothing":
-        with training.checkpointer:
-            training.to(7)
-        assert committed(root) == [5, 7]
-    else:
+    if then == "a step":
         with pytest.raises(easyckpt.SaveFailed, match=r"step 7, .*no memory for a snapshot"), training.checkpointer:
             training.to(7)
-            torch.rand(1)
-        assert committed(root) == [5]
+            training.step()
+    else:
+        with training.checkpointer:
+            training.to(7)
+            drawn = torch.get_rng_state()
+            torch.rand(then == "a draw")
+    last = 5 if then == "a step" else 7
+    assert committed(root) == ([5] if last == 5 else [5, 7])
     again, restored = start(root)
     with again.checkpointer:
-        assert restored.step == (7 if then == "nothing" else 5)
-        assert then != "nothing" or torch.equal(again.weights(), training.weights())
+        assert restored.step == last
+        if last == 7:
+            assert torch.equal(again.weights(), training.weights())
+            assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_what_a_load_has_left_behind_is_not_owed(root, monkeypatch):

@@ -362,8 +362,14 @@ def test_removed_lease_is_lost(storage):
     lease = make(storage)
     lease.acquire()
     storage.remove(layout.LEASE)
-    with pytest.raises(LeaseLost, match="was removed"):
+    with pytest.raises(LeaseLost, match="removed, renamed or unmounted"):
         lease.check()
+    other = make(storage)
+    other.acquire()
+    storage.replace(layout.ROOT_FILE, b"{}")
+    storage.remove(layout.LEASE)
+    with pytest.raises(LeaseLost, match="has lost its lease: somebody removed it"):
+        other.check()
 
 
 def test_a_lease_that_storage_does_not_let_go_of_is_given_up_all_the_same(storage, lock_file, monkeypatch):

@@ -271,7 +271,7 @@ def sizes(root: Path) -> dict[str, int]:
 
 def test_after_the_loss_of_the_lease_neither_metrics_nor_events_are_appended(tmp_path):
     model = nn.Linear(4, 4)
-    with pytest.raises(LeaseLost, match="taken over"), Checkpointer(tmp_path, {"model": model}) as checkpointer:
+    with pytest.raises(LeaseLost, match="lost its lease"), Checkpointer(tmp_path, {"model": model}) as checkpointer:
         checkpointer.load()
         checkpointer.log(loss=1.0)
         train(checkpointer, model, 1)
@@ -279,7 +279,7 @@ def test_after_the_loss_of_the_lease_neither_metrics_nor_events_are_appended(tmp
         assert checkpointer._metrics.unwritten == 0
         (tmp_path / names.LEASE).unlink()
         with pytest.raises(
-            (easyckpt.SaveFailed, LeaseLost), match="taken over"
+            (easyckpt.SaveFailed, LeaseLost), match="lost its lease"
         ):  # it is found before the next renewal is due
             train(checkpointer, model, 2)
         until(lambda: checkpointer._parts.coordinator.ledger.fatal)

@@ -78,8 +78,8 @@ def open_line(
 ) -> tuple[RootRecord, int]:
     """Open the line that goes on from `origin`; None when load() was never called. `metrics` past it are dropped.
 
-    A leftover to be rolled forward is read as a whole, all ranks' files: `busy` is called as that gets on. Attempts of
-    this `incarnation` of the job are no leftovers.
+    A leftover to be rolled forward is read as a whole, all ranks' files, and others are removed: `busy` is called as
+    that gets on. Attempts of this `incarnation` of the job are no leftovers.
     Returns the root's new record, whose last timeline it is, and the newest step that is committed on it (-1: none).
     Raises NotLoaded when the root holds checkpoints that nobody has looked at, SaveFailed when storage refuses,
     LeaseLost when the root belongs to another job by now: it is asked before each change, since that other job may
@@ -177,9 +177,11 @@ def _tidy_attempts(
         else:
             context.check_lease()
             storage.remove_tree(entry.name)
+            busy()
     for entry in found.of_kind("trash"):
         context.check_lease()
         storage.remove_tree(entry.name)
+        busy()
     for name in found.stray:
         context.check_lease()
         storage.remove(name)

@@ -183,15 +183,13 @@ class Lease:
         root = self._storage.root
         if seen is not None:
             return (
-                f"{root} was taken over by another job while this one did not renew its lease; it now belongs to "
-                f"{describe(seen.owner)}. This job writes nothing there any more: stop it, or restart it after the other."
+                f"{root} was taken over by another job while this one did not renew its lease; it now "
+                f"belongs to {describe(seen.owner)}. This job writes nothing there any more: stop it, or restart it "
+                "after the other."
             )
-        gone = not self._storage.exists(layout.ROOT_FILE)
-        what = (
-            "is not what it was: it was removed, renamed or unmounted"
-            if gone
-            else "has lost its lease: somebody removed it"
-        )
+        what = "has lost its lease: somebody removed it"
+        if not self._storage.exists(layout.ROOT_FILE):
+            what = "is not what it was: it was removed, renamed or unmounted"
         return f"{root} {what}. This job writes nothing there any more; what is in memory stays for a restart."
 
     def _end(self) -> None:
