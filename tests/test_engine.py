@@ -677,7 +677,7 @@ def test_without_memory_the_last_step_is_written_at_the_end(root, monkeypatch, t
         with training.checkpointer:
             training.to(7)
             drawn = torch.get_rng_state()
-            torch.rand(then == "a draw")
+            torch.rand(int(then == "a draw"))
     last = 5 if then == "a step" else 7
     assert committed(root) == ([5] if last == 5 else [5, 7])
     again, restored = start(root)

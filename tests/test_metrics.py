@@ -80,7 +80,7 @@ def test_lines_that_a_killed_process_had_not_written_are_written_by_the_one_that
         if attempt:
             metrics.write(storage)
     assert written(storage) == [1, 2, 3, 4, 5]
-    assert metrics.state_dict() == {"latest": {"loss": 5.0}, "unwritten": []}
+    assert metrics.state_dict() == {"newest": {"loss": 5.0}, "unwritten": []}
 
 
 def test_what_is_written_is_not_carried_and_not_written_twice(storage):

@@ -287,7 +287,7 @@ def test_after_the_loss_of_the_lease_neither_metrics_nor_events_are_appended(tmp
         checkpointer.log(loss=3.0)
         checkpointer.save_if_needed(3)
         assert checkpointer._housekeeper.write_now(60)
-        with pytest.raises(LeaseLost, match="taken over"):
+        with pytest.raises(LeaseLost, match="lost its lease"):
             train(checkpointer, model, 4)
     assert sizes(tmp_path) == before
     assert catalog.scan(LocalStorage(tmp_path), NATIVE).of_kind("committed")[-1].step == 1

@@ -129,11 +129,11 @@ class Metrics:
 
     def state_dict(self) -> dict[str, Any]:
         """For the snapshot."""
-        return {"latest": dict(self.latest), "unwritten": list(self._unwritten)[-CARRIED:]}
+        return {"newest": dict(self.latest), "unwritten": list(self._unwritten)[-CARRIED:]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From a snapshot."""
-        self.latest = dict(state["latest"])
+        self.latest = dict(state["newest"])
         self._restored = list(state["unwritten"])
 
 
@@ -142,7 +142,7 @@ def metrics_in(image: Layout, objects: bytes) -> dict[str, float]:
     trees = image.trees
     if not isinstance(trees, dict) or COMPONENT not in trees:
         return {}
-    latest = saved_value(image, trees, objects, COMPONENT, _no_tensor)["latest"]
+    latest = saved_value(image, trees, objects, COMPONENT, _no_tensor)["newest"]
     return {name: number for name, number in latest.items() if isinstance(number, (int, float))}
 
 
