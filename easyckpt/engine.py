@@ -223,7 +223,14 @@ class Checkpointer:
         """Iterate the batches of `epoch` that were not consumed yet; yields nothing for a finished epoch.
 
         A batch counts as consumed when it is yielded, however far the loader has read ahead. After a load the
-        consumed ones are skipped, and the generators are put back at the first batch that is fetched.
+        consumed ones are skipped, and the generators are put back at the first batch that is fetched. Work that is
+        done once for each epoch needs the epoch in the state, else a resumed job does it again for finished ones::
+
+            for epoch in range(progress["epoch"], epochs):  # progress = {"epoch": 0} is a component of the state
+                progress["epoch"] = epoch
+                for batch in ckpt.batches(loader, epoch):
+                    ...  # and save_if_needed
+                scheduler.step()
         """
         return self._position.batches(loader, epoch, name, self._restore_generators)
 

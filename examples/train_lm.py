@@ -1,7 +1,7 @@
 """Train a small language model on the sources of the Python installation, and survive being killed.
 
     python examples/train_lm.py --steps 200
-    torchrun --nproc-per-node 2 examples/train_lm.py --steps 200
+    torchrun --standalone --nproc-per-node 2 examples/train_lm.py --steps 200
 
 Kill it whenever you like (kill -9 too) and run the same command again: it goes on from the newest whole state, and the
 losses and weights are those of a run that was never stopped, bit for bit. What easyckpt needs is marked with (n).
@@ -158,13 +158,13 @@ def main() -> None:
     easyckpt.settle_ddp(model, lambda: model(sample).backward())
 
     # (3) the state; generators and the position in the data are kept without being named
-    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    progress = {"epoch": 0}
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "progress": progress}
     with easyckpt.Checkpointer(args.root, state, save_storage_interval=args.save_storage_interval) as ckpt:
         step = ckpt.load().step  # (4) 0 where nothing was found
         log = LossLog(args.loss_csv, step) if args.loss_csv and rank == 0 else None
-        epoch = 0
         while step < args.steps:
-            for windows in ckpt.batches(loader, epoch):  # (5) nothing for an epoch that is over
+            for windows in ckpt.batches(loader, progress["epoch"]):  # (5) those that were not consumed yet
                 optimizer.zero_grad()
                 loss = model(windows)
                 loss.backward()
@@ -176,7 +176,7 @@ def main() -> None:
                 ckpt.save_if_needed(step)  # (6) returns at once
                 if step == args.steps:
                     break
-            epoch += 1
+            progress["epoch"] += 1  # what belongs to a whole epoch is done here: once, after a resume too
     # (7) leaving the block made the newest state durable
 
     if args.final and rank == 0:
