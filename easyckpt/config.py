@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import math
 import os
 import signal
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from easyckpt.errors import ConfigError
 
 _UNCATCHABLE = ("SIGKILL", "SIGSTOP")
+_AT_LEAST_ONE = ("save_mem_interval", "save_storage_interval", "slots", "max_failures", "max_ckpt_num")
+_C = TypeVar("_C", bound=type)
+
+
+def _explained(cls: _C) -> _C:
+    """Have ``help()`` show each field's default and the text below it, which Python itself throws away."""
+    try:
+        (definition,) = ast.parse(inspect.getsource(cls)).body
+    except (OSError, TypeError):  # installed without its sources
+        return cls
+    assert isinstance(definition, ast.ClassDef)
+    lines = [inspect.cleandoc(cls.__doc__ or ""), ""]
+    for field, below in itertools.pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            default = "" if field.value is None else f" = {ast.unparse(field.value)}"
+            lines += [f"{ast.unparse(field.target)}{default}", f"    {ast.literal_eval(below.value)}"]
+    cls.__doc__ = "\n".join(lines)
+    return cls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """What ``easyckpt audit`` asks of a run beside plain settings."""
+    """What EASYCKPT_AUDIT asks of a run beside plain settings."""
 
     root: str | None = None
     """Checkpoint root that takes the place of the script's own; None: the script's."""
@@ -39,6 +60,7 @@ class Audit:
         object.__setattr__(self, "left_out", tuple(names))
 
 
+@_explained
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """All settings of a Checkpointer. Immutable; a wrong value raises ConfigError naming the field."""
@@ -118,16 +140,6 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, converted(field.name, getattr(self, field.name)))
-        for name in ("save_mem_interval", "save_storage_interval", "slots", "max_failures", "max_ckpt_num"):
-            value = getattr(self, name)
-            _check(value is None or value >= 1, name, "at least 1", value)
-        _check(self.min_free_bytes >= 0, "min_free_bytes", "0 or more bytes", self.min_free_bytes)
-        for field in dataclasses.fields(self):
-            if kinds_of(field.name) == (float,):
-                value = getattr(self, field.name)
-                _check(value > 0, field.name, "a positive number of seconds", value)
-        factor = self.optimizer_factor
-        _check(factor is None or factor >= 1, "optimizer_factor", "at least 1 or None", factor)
         _check(
             self.lease_interval * 2 < self.lease_timeout,
             "lease_interval",
@@ -144,7 +156,22 @@ def kinds_of(name: str) -> tuple[type, ...]:
 
 
 def converted(name: str, value: Any) -> Any:
-    """`value` in the field's exact type; ConfigError where it cannot be meant."""
+    """`value` in the field's exact type; ConfigError where it cannot be meant, or is out of the field's range."""
+    value = _typed(name, value)
+    if value is None:
+        return None
+    if name in _AT_LEAST_ONE:
+        _check(value >= 1, name, "at least 1", value)
+    elif name == "min_free_bytes":
+        _check(value >= 0, name, "0 or more bytes", value)
+    elif name == "optimizer_factor":
+        _check(value >= 1, name, "at least 1 or None", value)
+    elif kinds_of(name) == (float,):
+        _check(value > 0, name, "a positive number of seconds", value)
+    return value
+
+
+def _typed(name: str, value: Any) -> Any:
     kinds = kinds_of(name)
     choices = typing.get_args(_HINTS[name]) if typing.get_origin(_HINTS[name]) is Literal else ()
     if value is None and type(None) in kinds:

@@ -1,8 +1,8 @@
 """Where settings come from, and the order in which sources win.
 
 ``resolve`` takes an argument of the call first, then ``EASYCKPT_<FIELD>`` from the environment, then the YAML file
-(``config=`` or ``EASYCKPT_CONFIG``), then the default. ``EASYCKPT_AUDIT`` (JSON) alone overrides arguments: it is how
-``easyckpt audit`` runs an unchanged training script into its own directory with its own schedule.
+(``config=`` or ``EASYCKPT_CONFIG``), then the default. ``EASYCKPT_AUDIT`` (a JSON object) alone overrides arguments: an
+unchanged training script can so be run into another directory with another schedule.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ ENVIRONMENT_PREFIX = "EASYCKPT_"
 CONFIG_VARIABLE = "EASYCKPT_CONFIG"
 AUDIT_VARIABLE = "EASYCKPT_AUDIT"
 _AUDIT_ONLY = ("root", "stop_step", "left_out")
+#: Field -> its value, and where that came from.
+_Sourced = dict[str, tuple[Any, str]]
 _WORDS_OF_NONE = ("", "none", "null", "auto", "~")
 _WORDS_OF_BOOL = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
@@ -42,29 +44,36 @@ def resolve(
     environ = os.environ if environ is None else environ
     if config is None:
         config = environ.get(CONFIG_VARIABLE) or None
-    values: dict[str, Any] = {}
-    origin = "config"
+    sourced: _Sourced = {}
     if isinstance(config, Mapping):
-        values |= _known(config, origin)
+        sourced |= _from_config(config, "config")
     elif config is not None:
-        origin = f"config file {os.fspath(config)}"
-        values |= _known(_read_yaml(os.fspath(config)), origin)
-    values = {name: _sourced(name, value, origin) for name, value in values.items()}
-    values |= _from_environment(environ)
-    values |= _known(arguments, "arguments")
+        sourced |= _from_config(_read_yaml(os.fspath(config)), f"config file {os.fspath(config)}")
+    sourced |= _from_environment(environ)
+    known = _known(arguments, "arguments")
+    sourced |= {name: (_checked(name, value, "an argument"), "an argument") for name, value in known.items()}
     if environ.get(AUDIT_VARIABLE):
-        values |= _from_audit(environ[AUDIT_VARIABLE])
-    return CheckpointConfig(**values)
+        sourced |= _from_audit(environ[AUDIT_VARIABLE])
+    try:
+        return CheckpointConfig(**{name: value for name, (value, _) in sourced.items()})
+    except ConfigError as error:  # each value is good by itself: some do not go together
+        origins = [f"{name} from {origin}" for name, (_, origin) in sourced.items() if name in str(error)]
+        raise ConfigError(f"{error} ({', '.join(origins)})") from None
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    values = {}
+def _from_config(values: Mapping[str, Any], origin: str) -> _Sourced:
+    return {name: (_read(name, value, origin), origin) for name, value in _known(values, origin).items()}
+
+
+def _from_environment(environ: Mapping[str, str]) -> _Sourced:
+    sourced: _Sourced = {}
     for name in _settable():
         variable = ENVIRONMENT_PREFIX + name.upper()
         if variable in environ:
-            values[name] = _sourced(name, environ[variable], f"environment variable {variable}")
+            origin = f"environment variable {variable}"
+            sourced[name] = (_read(name, environ[variable], origin), origin)
     _warn_of_misspelled(environ)
-    return values
+    return sourced
 
 
 def _warn_of_misspelled(environ: Mapping[str, str]) -> None:
@@ -79,16 +88,15 @@ def _warn_of_misspelled(environ: Mapping[str, str]) -> None:
             _log.warning("environment variable %s is no setting and changes nothing; did you mean %s?", variable, meant)
 
 
-def _from_audit(text: str) -> dict[str, Any]:
+def _from_audit(text: str) -> _Sourced:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{AUDIT_VARIABLE} is not JSON ({error}): unset it, or use `easyckpt audit`") from error
+        raise ConfigError(f"{AUDIT_VARIABLE} is not JSON ({error}): unset it, or give it settings") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{AUDIT_VARIABLE} must be a JSON object, not {content!r}")
     special = {name: content.pop(name) for name in _AUDIT_ONLY if name in content}
-    values = {name: _sourced(name, value, AUDIT_VARIABLE) for name, value in _known(content, AUDIT_VARIABLE).items()}
-    return values | {"audit": Audit(**special)}
+    return _from_config(content, AUDIT_VARIABLE) | {"audit": (Audit(**special), AUDIT_VARIABLE)}
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
@@ -119,9 +127,13 @@ def _known(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return dict(values)
 
 
-def _sourced(name: str, value: Any, origin: str) -> Any:
+def _read(name: str, value: Any, origin: str) -> Any:
+    return _checked(name, _from_text(name, value), origin)
+
+
+def _checked(name: str, value: Any, origin: str) -> Any:
     try:
-        return converted(name, _from_text(name, value))
+        return converted(name, value)
     except ConfigError as error:
         raise ConfigError(f"{error} (from {origin})") from None
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import itertools
 import json
+import pydoc
+import re
 import signal
 
 import pytest
 
-from easyckpt import config as module
 from easyckpt.config import Audit, CheckpointConfig
 from easyckpt.config_sources import resolve
 from easyckpt.errors import ConfigError
@@ -32,17 +32,14 @@ def test_is_frozen_and_keyword_only():
         CheckpointConfig(1)
 
 
-def test_every_field_has_a_docstring():
-    (definition,) = (
-        node
-        for node in ast.parse(inspect.getsource(module)).body
-        if isinstance(node, ast.ClassDef) and node.name == "CheckpointConfig"
-    )
-    body = definition.body
-    for node, after in itertools.pairwise(body):
-        if isinstance(node, ast.AnnAssign):
-            assert isinstance(after, ast.Expr), node.target.id
-            assert isinstance(after.value.value, str), node.target.id
+def test_help_explains_every_field_with_its_default():
+    text = pydoc.plain(pydoc.render_doc(CheckpointConfig))
+    source = inspect.getsource(CheckpointConfig)
+    for field in dataclasses.fields(CheckpointConfig):
+        told = re.search(rf"^ \|  {field.name} = (.*)\n \|      (\S.*)$", text, re.MULTILINE)
+        assert told, field.name
+        assert ast.literal_eval(told[1]) == field.default
+        assert source.count(f'"""{told[2]}"""') == 1  # the very text below the field
 
 
 @pytest.mark.parametrize(
@@ -161,6 +158,29 @@ def test_errors_name_field_and_source(tmp_path):
     for text in ("{", "[]", '{"slotz": 1}', '{"stop_step": -1}', '{"left_out": "model"}', '{"root": 3}'):
         with pytest.raises(ConfigError):
             resolve({}, None, {"EASYCKPT_AUDIT": text})
+
+
+@pytest.mark.parametrize("value", [0, "x"], ids=["out of range", "wrong type"])
+def test_errors_of_range_and_type_name_the_source(tmp_path, value):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"slots: {value}")
+    with pytest.raises(ConfigError, match=r"slots must be .* \(from config file .*c\.yaml\)"):
+        resolve({}, file, {})
+    with pytest.raises(ConfigError, match=r"slots must be .* \(from config\)"):
+        resolve({}, {"slots": value}, {})
+    with pytest.raises(ConfigError, match=r"slots must be .* \(from environment variable EASYCKPT_SLOTS\)"):
+        resolve({}, None, {"EASYCKPT_SLOTS": str(value)})
+    with pytest.raises(ConfigError, match=r"slots must be .* \(from an argument\)"):
+        resolve({"slots": value}, None, {})
+
+
+def test_settings_that_do_not_go_together_name_both_sources():
+    environ = {"EASYCKPT_LEASE_TIMEOUT": "10", "EASYCKPT_SLOTS": "3"}
+    with pytest.raises(ConfigError) as caught:
+        resolve({"lease_interval": 5}, None, environ)
+    assert str(caught.value).endswith(
+        "(lease_timeout from environment variable EASYCKPT_LEASE_TIMEOUT, lease_interval from an argument)"
+    )
 
 
 def test_os_environ_is_the_default(monkeypatch):
