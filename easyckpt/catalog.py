@@ -174,7 +174,7 @@ def misfit(entry: Entry, manifest: Manifest) -> str | None:
     shards = {rank for name in manifest.files if (rank := layout.parse_shard_file(name)) is not None}
     indexes = {rank for name in manifest.files if (rank := layout.parse_index_file(name)) is not None}
     if (shards or indexes) and not shards == indexes == set(range(manifest.world_size)):
-        return f"the manifest does not list a shard and an index for each of {manifest.world_size} ranks"
+        return f"the manifest does not list a shard and an index for each rank ({manifest.world_size} in all)"
     return None
 
 

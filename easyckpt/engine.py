@@ -32,6 +32,7 @@ from easyckpt.saving.reentry import guarded
 from easyckpt.saving.saver import Saver
 from easyckpt.settings import Settings, shows_settings
 from easyckpt.state.capture import StateCapture
+from easyckpt.state.components import check_names
 from easyckpt.state.data_position import DataPosition
 from easyckpt.state.rng import RNG, RngComponent, put_back
 
@@ -147,6 +148,7 @@ class Checkpointer:
         WorldSizeChanged, DamagedCheckpoint (nothing was applied) or PartlyApplied (build the objects anew).
         """
         self._check_open()
+        check_names(components)
         begun = time.perf_counter()
         if self._saver.identity is not None:
             self._saver.wait(None)

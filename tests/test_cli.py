@@ -333,6 +333,10 @@ def newer(path: Path) -> None:
     path.write_bytes(replace(record, format=record.format + 1).to_bytes())
 
 
+def spoil_empty_name(root):
+    return ""
+
+
 def spoil_no_such_root(root):
     return root.with_name("nowhere")
 
@@ -368,6 +372,7 @@ def spoil_step_directory_with_step(root):
 
 BAD = [value for name, value in sorted(globals().items()) if name.startswith("spoil_")]
 SAYS = {
+    "spoil_empty_name": "root must be the path of a directory",
     "spoil_no_such_root": "no such directory",
     "spoil_file_for_directory": "a file",
     "spoil_foreign_directory": "not an easyckpt root",

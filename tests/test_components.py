@@ -49,6 +49,11 @@ def test_objects_without_a_state_are_refused_with_the_way_out():
         StateCapture([Foreign()])
 
 
+def test_a_component_that_is_none_is_to_be_left_out():
+    with pytest.raises(ConfigError, match=r"state\['scaler'\] is None: leave it out"):
+        StateCapture({"scaler": None})
+
+
 def test_kinds_are_told_apart():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())

@@ -14,6 +14,7 @@ import torch
 import easyckpt
 from easyckpt import catalog
 from easyckpt.cli import app
+from easyckpt.errors import ForeignFormat
 from easyckpt.format import layout
 from easyckpt.format.manifest import RootRecord
 from easyckpt.saving.line import new_root
@@ -120,6 +121,49 @@ def test_damaged_copies_are_no_parent(tmp_path):
     copy_steps(tmp_path / "old", tmp_path / "new", 4, 6)
     (tmp_path / "new" / layout.step_dir(6) / layout.shard_file(0)).unlink()
     assert new_root(LocalStorage(tmp_path / "new"), NATIVE).parent.endswith("/4")
+
+
+def read(root: Path, **options) -> tuple[int, float]:
+    """What restore takes from `root`: the step, and the number that all weights are."""
+    model = torch.nn.Linear(2, 2)
+    return easyckpt.restore(root, {"model": model}, **options).step, model.weight.unique().item()
+
+
+def test_restore_reads_copies_as_they_lie_there(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    train(old, 4)
+    train(old, 8)
+    copy_steps(old, new, 2, 6, 8)
+    assert read(new) == (8, 8.0)
+    assert read(new, step=2) == (2, 2.0)
+    (new / layout.step_dir(8) / layout.shard_file(0)).unlink()
+    assert read(new) == (6, 6.0)
+    assert [path.name for path in sorted(new.iterdir())] == [layout.step_dir(step) for step in (2, 6, 8)]
+
+
+def test_restore_refuses_copies_of_two_runs(tmp_path):
+    train(tmp_path / "one", 2)
+    train(tmp_path / "two", 4)
+    copy_steps(tmp_path / "one", tmp_path / "new", 2)
+    copy_steps(tmp_path / "two", tmp_path / "new", 4)
+    with pytest.raises(ForeignFormat, match="belongs to run"):
+        read(tmp_path / "new")
+
+
+def test_restore_says_what_else_a_path_is(tmp_path):
+    train(tmp_path / "old", 2)
+    step = tmp_path / "old" / layout.step_dir(2)
+    with pytest.raises(easyckpt.UsageError) as caught:
+        read(step)
+    assert (
+        str(caught.value)
+        == f"{step} is one step of {tmp_path / 'old'}: restore({str(tmp_path / 'old')!r}, ..., step=2)"
+    )
+    with pytest.raises(easyckpt.NoCheckpoint, match="nowhere: no such directory"):
+        read(tmp_path / "nowhere")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ForeignFormat, match="not a checkpoint root"):
+        read(tmp_path / "other")
 
 
 DIES = """

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 import easyckpt
+from easyckpt.cli import app
 from easyckpt.errors import ConfigError, StateMismatch
+from easyckpt.format import layout
 
 
-def save(root: Path) -> None:
+def save(root: Path | str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     state = {"model": model, "ema": {"weight": torch.ones(3)}}
     with easyckpt.Checkpointer(root, state, signals=()) as checkpointer:
@@ -66,6 +68,44 @@ def test_components_of_a_restore_can_be_chosen(tmp_path):
     odd, ema = nn.Linear(1, 1), {"weight": torch.zeros(3)}
     easyckpt.restore(tmp_path / "run", {"model": odd, "ema": ema}, components=["ema"])
     assert torch.equal(ema["weight"], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "components", ["model", b"model", 3, iter(["model"])], ids=["text", "bytes", "number", "iterator"]
+)
+def test_components_that_are_no_list_of_names_are_refused(tmp_path, components):
+    """A name by itself would be taken letter by letter, and an iterator is empty after the first look."""
+    save(tmp_path / "run")
+    state = {"model": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), "ema": {"weight": torch.zeros(3)}}
+    with pytest.raises(ConfigError, match=r"components must be a list of names, such as \['model'\]"):
+        easyckpt.restore(tmp_path / "run", state, components=components)
+    with easyckpt.Checkpointer(tmp_path / "run", state, signals=()) as checkpointer:
+        with pytest.raises(ConfigError, match="components must be a list of names"):
+            checkpointer.load(components=components)
+        assert checkpointer.load(components={"model"}).step == 7
+
+
+def test_a_root_is_named(tmp_path, monkeypatch):
+    """'' would be the current directory."""
+    monkeypatch.chdir(tmp_path)
+    for call in (easyckpt.Checkpointer, easyckpt.restore):
+        with pytest.raises(ConfigError, match="root must be the path of a directory, not ''"):
+            call("", {"model": nn.Linear(1, 1)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save("~/run")
+    assert (tmp_path / "run" / layout.ROOT_FILE).exists()
+    assert easyckpt.restore("~/run", {"ema": {"weight": torch.zeros(3)}}).path.startswith(str(tmp_path / "run"))
+    for target in ("~/run", "~/run@7", f"~/run/{layout.step_dir(7)}"):
+        with pytest.raises(SystemExit) as ended:
+            app(["verify", target])
+        assert ended.value.code == 0
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 @pytest.mark.parametrize("root", ["s3://bucket/run", "gs://bucket/run", "file:///tmp/run"])

@@ -269,7 +269,13 @@ def test_replicated_state_that_no_rank_has_written(storage):
 
 def test_another_number_of_ranks_is_told_apart_from_damage(storage):
     two_ranks(storage)
-    with pytest.raises(WorldSizeChanged, match="saved by 2 ranks, this job has 4"):
+    with pytest.raises(WorldSizeChanged, match="saved by 2 ranks, this job has 4: start it with 2 ranks"):
+        read(storage, 0, 4)
+
+
+def test_one_rank_is_told_in_the_singular(storage):
+    write_checkpoint(storage, make_view({"w": torch.zeros(3)}))
+    with pytest.raises(WorldSizeChanged, match="saved by 1 rank, this job has 4: start it with 1 rank to"):
         read(storage, 0, 4)
 
 

@@ -14,6 +14,7 @@ from easyckpt.format.layout import NamingScheme
 from easyckpt.format.manifest import RootRecord
 from easyckpt.storage.base import Storage
 from easyckpt.storage.local import LocalStorage
+from easyckpt.storage.walk import root_path
 
 TARGET_HELP = "A checkpoint root, ROOT@STEP, or one step directory."
 
@@ -67,10 +68,10 @@ def _what_there_is(found: Catalog) -> str:
 
 
 def resolve(given: str) -> Target:
-    """Find out what `given` points at. Raises UsageError, or OSError where it may not be read."""
-    path, step = given, None
-    if not os.path.lexists(given):  # a directory may have an @ in its name
-        match = re.fullmatch(r"(.+)@([0-9]{1,18})", given, re.DOTALL)
+    """Find out what `given` points at. Raises UsageError or ConfigError, or OSError where it may not be read."""
+    path, step = root_path(given), None
+    if not os.path.lexists(path):  # a directory may have an @ in its name
+        match = re.fullmatch(r"(.+)@([0-9]{1,18})", path, re.DOTALL)
         if match:
             path, step = match[1], int(match[2])
     if not os.path.exists(path):

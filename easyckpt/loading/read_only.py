@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from easyckpt import catalog
+from easyckpt.catalog import Catalog
 from easyckpt.distributed.rendezvous import LocalChannel
-from easyckpt.errors import DamagedCheckpoint, EasyckptError, ForeignFormat, NoCheckpoint, StorageError
+from easyckpt.errors import DamagedCheckpoint, EasyckptError, ForeignFormat, NoCheckpoint, StorageError, UsageError
 from easyckpt.format import layout
 from easyckpt.format.layout import ROOT_FILE, NamingScheme
 from easyckpt.format.manifest import Manifest
@@ -20,6 +21,7 @@ from easyckpt.loading.resolve import Candidate, candidates, no_such_step
 from easyckpt.loading.snapshot import Snapshot
 from easyckpt.state.apply import apply_all
 from easyckpt.state.capture import StateCapture
+from easyckpt.state.components import check_names
 from easyckpt.storage.local import LocalStorage
 
 logger = logging.getLogger("easyckpt")
@@ -43,10 +45,13 @@ def restore(
     """Restore `state` from the newest (or the given) committed step of `root`, read-only.
 
     For evaluation beside a running job, or old weights for a new run: no lease, no shared memory, nothing on disk
-    changes, and this process's generators stay as they are. `strict` and `components` as for Checkpointer.load, but
-    that components which only the checkpoint has are never asked for. Raises what Checkpointer.load raises.
+    changes, and this process's generators stay as they are. Checkpoints that were copied into a directory of their own
+    are read as well. Where ranks differ, a group's checkpoint gives what rank 0 had. `strict` and `components` as for
+    Checkpointer.load, but that components which only the checkpoint has are never asked for. Raises what
+    Checkpointer.load raises.
     """
-    storage = LocalStorage(os.fspath(root))
+    check_names(components)
+    storage = LocalStorage(root)
     for _ in range(_TRIES):
         try:
             return _restore(storage, state, step=step, strict=strict, components=components)
@@ -107,13 +112,31 @@ def _restore(
 def _committed(storage: LocalStorage, naming: NamingScheme, step: int | None) -> list[Candidate]:
     """The candidates in the root. Raises NoCheckpoint where there are none, ForeignFormat where it is no root."""
     record = catalog.read_root(storage)
-    if record is None:
-        raise ForeignFormat(f"{storage.root} is not a checkpoint root: it has no {ROOT_FILE}")
     found = catalog.scan(storage, naming)
-    listed = candidates(found, record, (), run=record.run, arena_id="", step=step)
+    if record is None and not found.entries:
+        raise _no_root(storage, naming)
+    run = _run_of_copies(found) if record is None else record.run
+    listed = candidates(found, record, (), run=run, arena_id="", step=step)
     if not listed and step is not None:
-        every = candidates(found, record, (), run=record.run, arena_id="")
+        every = candidates(found, record, (), run=run, arena_id="")
         raise NoCheckpoint(no_such_step(storage.root, step, [candidate.step for candidate in every]))
     if not listed:
         raise NoCheckpoint(f"{storage.root} holds no checkpoint")
     return listed
+
+
+def _run_of_copies(found: Catalog) -> str:
+    """The run that checkpoints without a root's record come from: the newest one's, as for a job that goes on there."""
+    manifests = [entry.manifest for entry in found.committed() or found.entries if entry.manifest is not None]
+    return manifests[-1].run if manifests else ""
+
+
+def _no_root(storage: LocalStorage, naming: NamingScheme) -> EasyckptError:
+    """Why nothing of ours was found there."""
+    if not os.path.isdir(storage.root):
+        return NoCheckpoint(f"{storage.root}: no such directory")
+    parent, name = os.path.split(os.path.realpath(storage.root))
+    step = naming.parse_committed(name)
+    if step is not None:
+        return UsageError(f"{storage.root} is one step of {parent}: restore({parent!r}, ..., step={step})")
+    return ForeignFormat(f"{storage.root} is not a checkpoint root: no {ROOT_FILE} and no checkpoint in it")

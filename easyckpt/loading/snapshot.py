@@ -116,8 +116,9 @@ def open_memory(view: SlotView, *, rank: int, world_size: int, where: str = "sha
 def check_world_size(what: str, saved: int, now: int) -> None:
     """Raise WorldSizeChanged unless `what` was saved by as many ranks as there are now."""
     if saved != now:
+        ranks = "1 rank" if saved == 1 else f"{saved} ranks"
         raise WorldSizeChanged(
-            f"{what} was saved by {saved} ranks, this job has {now}: start it with {saved} ranks to go on from there. "
+            f"{what} was saved by {ranks}, this job has {now}: start it with {ranks} to go on from there. "
             "(easyckpt.restore reads what all ranks have in common, such as the model, in any process.) Nothing was "
             "applied."
         )

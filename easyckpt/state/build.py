@@ -37,6 +37,8 @@ def make_component(name: str, target: Any) -> Component:
         return ForeignComponent(name, target)
     if isinstance(target, FILLABLE):
         return ContainerComponent(name, target)
+    if target is None:
+        raise ConfigError(f"state[{name!r}] is None: leave it out, in the runs that resume as well")
     kind = f"{type(target).__module__}.{type(target).__qualname__}"
     raise ConfigError(
         f"state[{name!r}] is a {kind}, which has no state_dict and load_state_dict. Give the object these methods, "

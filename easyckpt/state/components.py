@@ -9,7 +9,7 @@ where other components' leaves lie.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -194,6 +194,12 @@ def check_name(name: object) -> str:
     if name.startswith(RESERVED):
         raise ConfigError(f"state: {name!r}: names that start with {RESERVED!r} are easyckpt's own; choose another")
     return name
+
+
+def check_names(components: object) -> None:
+    """Refuse what is no list of components' names: one name by itself would be taken letter by letter."""
+    if components is not None and (isinstance(components, (str, bytes)) or not isinstance(components, Collection)):
+        raise ConfigError(f"components must be a list of names, such as ['model'], not {components!r}")
 
 
 def mismatch(place: str, leaf: Leaf, live: torch.Tensor) -> str | None:

@@ -21,6 +21,19 @@ logger = logging.getLogger("easyckpt")
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 
 
+def root_path(root: str | os.PathLike[str]) -> str:
+    """The directory that a user means by `root`; ``~`` at its start is the home. Raises ConfigError."""
+    given = os.fspath(root)
+    if not given:
+        raise ConfigError("root must be the path of a directory, not '' (the current directory is '.')")
+    if "://" in given:
+        raise ConfigError(
+            f"root: {given!r} is a URL, and easyckpt writes to mounted file systems only: mount the bucket, or "
+            "choose a directory"
+        )
+    return os.path.expanduser(given)
+
+
 class RootDirectory:
     """The root of a ``LocalStorage``: paths to descriptors, and nothing else."""
 
@@ -28,13 +41,7 @@ class RootDirectory:
     _os: ModuleType = os
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        given = os.fspath(root)
-        if "://" in given:
-            raise ConfigError(
-                f"root: {given!r} is a URL, and easyckpt writes to mounted file systems only: mount the bucket, or "
-                "choose a directory"
-            )
-        self._root = os.path.abspath(given)
+        self._root = os.path.abspath(root_path(root))
 
     @property
     def root(self) -> str:
