@@ -19,6 +19,7 @@ from easyckpt.distributed.rendezvous import Channel, connect
 from easyckpt.errors import LeaseLost, OutOfSpace
 from easyckpt.events import EventLog, Warned
 from easyckpt.format import layout
+from easyckpt.format.sizes import size_text
 from easyckpt.loading.loader import Loader
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.owner import OwnerLock
@@ -249,8 +250,13 @@ def reserve(now: Capture, capture: StateCapture, opened: OpenedRoot, config: Che
     tail = int(growth * len(now.layout.encoded)) + 2 * len(now.objects) + TAIL_SLACK_BYTES
     free = opened.storage.free_bytes()
     if opened.lease is not None and free < nbytes + config.min_free_bytes:
+        kept = (
+            f" and {size_text(config.min_free_bytes)} are to stay free (min_free_bytes)"
+            if config.min_free_bytes
+            else ""
+        )
         raise OutOfSpace(
-            f"{opened.storage.root}: a checkpoint will take about {nbytes / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are "
+            f"{opened.storage.root}: a checkpoint will take about {size_text(nbytes)}{kept}, {size_text(free)} are "
             "free. Free space, or choose another root."
         )
     opened.arena.ensure(nbytes + nbytes // 64, tail)

@@ -122,8 +122,21 @@ def test_ls_all_lists_stale_ones_too(root, run):
 def test_ls_shows_a_table_to_people(root, run):
     ran = run("ls", root)
     assert ran.code == 0
-    assert layout.step_dir(30) in ran.out
+    assert [line.split()[0] for line in ran.out.splitlines()] == ["step", "10", "20", "30"]
     assert layout.stale_dir(40, "main") not in ran.out
+
+
+def test_the_table_fits_80_columns_and_what_does_not_is_below_it(root, run):
+    os.truncate(root / layout.step_dir(20) / layout.shard_file(0), 100)
+    (root / layout.tmp_dir(50, "a1b2c3d4-000001")).mkdir()
+    write_checkpoint(root / layout.step_dir(60_000_000), 60_000_000, timeline="0123abcd")
+    table, _, below = run("ls", root, "--all").out.partition("\n\n")
+    assert max(len(line) for line in table.splitlines()) <= 80
+    assert "committed, not valid" in table
+    first, second, third = below.splitlines()
+    assert first.startswith(f"{layout.step_dir(20)}: {layout.shard_file(0)} has 100 bytes")
+    assert second == f"{layout.stale_dir(40, 'main')}: stale"
+    assert third.startswith(f"{layout.tmp_dir(50, 'a1b2c3d4-000001')}: no {layout.MANIFEST}")
 
 
 def test_ls_shows_a_checkpoint_that_is_not_valid_and_why(root, run):
@@ -178,6 +191,17 @@ def test_another_layouts_directory_with_our_manifest_is_accepted(tmp_path, run):
     directory = write_checkpoint(tmp_path / "out" / "checkpoint-7", 7)
     assert run("show", directory, "--json").document["step"] == 7
     assert run("verify", directory, "--json").document["good"] is True
+
+
+@pytest.mark.parametrize("name", [layout.index_file(0), layout.shard_file(0)])
+def test_show_of_a_damaged_step_says_so_and_ends_with_1(root, run, name):
+    (root / layout.step_dir(20) / name).unlink()
+    ran = run("show", f"{root}@20")
+    assert ran.code == 1
+    if name == layout.index_file(0):
+        assert ran.err == f"easyckpt: {root}: step 20 is damaged: {name} is missing; see `easyckpt verify`\n"
+    else:
+        assert f"not valid: {name} is missing; see `easyckpt verify`" in ran.out
 
 
 # -- verify

@@ -12,9 +12,11 @@ from easyckpt.catalog import Entry
 from easyckpt.cli import output
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import TARGET_HELP, Target, resolve
-from easyckpt.errors import FormatError, UsageError
+from easyckpt.errors import DamagedCheckpoint, FormatError, UsageError
 from easyckpt.format import codec, layout
 from easyckpt.format.manifest import Index, Manifest
+
+_VERIFY = "see `easyckpt verify`"
 
 
 def register(app: typer.Typer) -> None:
@@ -39,25 +41,29 @@ def ls(
         "timelines": [line.id for line in record.timelines] if record else [],
         "checkpoints": rows,
     }
-    return Answer(document, [_ls_table(rows)] if rows else [f"{target.root}: no checkpoint in it yet"])
+    return Answer(document, _ls_views(rows) if rows else [f"{target.root}: no checkpoint in it yet"])
 
 
-def _ls_table(rows: list[dict[str, Any]]) -> Any:
-    return output.table(
-        ["step#", "saved", "size#", "ranks#", "timeline", "state", "name"],
-        [
-            (
-                row["step"],
-                output.moment(row["created"]),
-                output.size(row["bytes"]),
-                row["world_size"] if row["world_size"] is not None else "-",
-                row["timeline"] or "-",
-                row["kind"] if row["problem"] is None else f"{row['kind']}, not valid: {row['problem']}",
-                row["name"],
-            )
-            for row in rows
-        ],
-    )
+def _ls_views(rows: list[dict[str, Any]]) -> list[Any]:
+    """A table that fits a terminal of 80 columns; names and problems, which do not, come below it."""
+    cells = [
+        (
+            row["step"],
+            output.moment(row["created"]),
+            output.size(row["bytes"]),
+            row["world_size"] if row["world_size"] is not None else "-",
+            row["timeline"] or "-",
+            row["kind"] if row["problem"] is None else f"{row['kind']}, not valid",
+        )
+        for row in rows
+    ]
+    below = [
+        f"{row['name']}: {row['problem'] or row['kind']}"
+        for row in rows
+        if row["problem"] is not None or row["kind"] != "committed"
+    ]
+    table = output.table(["step#", "saved", "size#", "ranks#", "timeline", "state"], cells)
+    return [table, *([""] if below else []), *below]
 
 
 def entry_document(entry: Entry) -> dict[str, Any]:
@@ -123,7 +129,7 @@ def show(
     if tensors:
         document["tensors"] = leaves
         views += ["", _tensors_table(leaves)]
-    return Answer(document, views)
+    return Answer(document, views, output.GOOD if entry.problem is None else output.DAMAGED)
 
 
 def _is_index(name: str) -> bool:
@@ -133,10 +139,10 @@ def _is_index(name: str) -> bool:
 def _read_index(target: Target, entry: Entry, name: str) -> Index:
     try:
         return Index.from_bytes(target.storage.read(f"{entry.name}/{name}"))
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{target.root}: step {entry.step} is damaged: {name} is missing; {_VERIFY}") from None
     except FormatError as error:
-        raise type(error)(
-            f"{target.root}: {entry.name}/{name} cannot be shown: {error} (`easyckpt verify` tells all that is bad)"
-        ) from error
+        raise type(error)(f"{target.root}: {entry.name}/{name} cannot be shown: {error}; {_VERIFY}") from error
 
 
 def _contents(indexes: Iterable[Index]) -> tuple[dict[str, _Part], list[dict[str, Any]]]:
@@ -170,7 +176,7 @@ def _facts(target: Target, entry: Entry, manifest: Manifest) -> list[str]:
         f"timeline {manifest.timeline}",
     ]
     if entry.problem is not None:
-        lines.append(f"not valid: {entry.problem}")
+        lines.append(f"not valid: {entry.problem}; {_VERIFY}")
     if manifest.parent is not None:
         lines.append(f"its run began from a copy of {manifest.parent}")
     if manifest.metrics:

@@ -24,7 +24,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from easyckpt.errors import EasyckptError
+from easyckpt.errors import DamagedCheckpoint, EasyckptError
+from easyckpt.format.sizes import size_text
 
 GOOD, DAMAGED, BAD_INPUT = 0, 1, 2
 _INTERRUPTED = 130
@@ -47,7 +48,8 @@ class Answer:
 def command(function: Callable[_P, Answer]) -> Callable[_P, None]:
     """Make a typer command of a function that returns an `Answer` and has the parameter `as_json`.
 
-    Every error that easyckpt or the operating system raises on purpose becomes one line and exit code 2.
+    Every error that easyckpt or the operating system raises on purpose becomes one line and an exit code: 1 where
+    something is damaged, else 2.
     """
 
     @functools.wraps(function)
@@ -101,7 +103,7 @@ def _fail(error: Exception, *, as_json: bool) -> NoReturn:
         json.dump({"error": {"kind": type(error).__name__, "message": message}}, sys.stdout, indent=2)
         sys.stdout.write("\n")
     say(message)
-    raise typer.Exit(BAD_INPUT) from None
+    raise typer.Exit(DAMAGED if isinstance(error, DamagedCheckpoint) else BAD_INPUT) from None
 
 
 def _describe(error: Exception) -> str:
@@ -142,14 +144,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: st
 
 def size(nbytes: int | None) -> str:
     """A byte count for people, in binary units; ``-`` where it is unknown."""
-    if nbytes is None:
-        return "-"
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} PiB"
+    return "-" if nbytes is None else size_text(nbytes)
 
 
 def moment(seconds: float | None) -> str:
