@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import operator
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -194,7 +195,7 @@ class Checkpointer:
         if self._inert():
             return
         begun = time.perf_counter()
-        self._check_step(step)
+        step = self._check_step(step)
         due = step % self._config.save_storage_interval == 0
         self._saver.came_to(step)
         if step != self._step and (due or step % self._config.save_mem_interval == 0):
@@ -214,7 +215,7 @@ class Checkpointer:
         """
         if self._inert():
             raise UsageError("a forked child cannot save: only the process that made the Checkpointer can")
-        self._check_step(step)
+        step = self._check_step(step)
         future = self._saver.save(step)
         self._step = step
         if wait:
@@ -381,12 +382,14 @@ class Checkpointer:
         if self._closed:
             raise UsageError("this Checkpointer is closed")
 
-    def _check_step(self, step: int) -> None:
+    def _check_step(self, given: int) -> int:
+        """The step as a plain int: NumPy's are welcome."""
         self._check_open()
         if self._broken is not None:
             raise UsageError(f"saving is refused, the state is only partly restored: {self._broken}")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise StepError(f"step must be the number of finished steps (0, 1, 2, ...), not {step!r}")
+        step = -1 if isinstance(given, bool) else _as_int(given)
+        if step < 0:
+            raise StepError(f"step must be the number of finished steps (0, 1, 2, ...), not {given!r}")
         if step > MAX_STEP:
             raise StepError(f"step must be the number of finished steps, at most {MAX_STEP}; this is no such number")
         if step < self._step:
@@ -396,10 +399,19 @@ class Checkpointer:
             )
         self._parts.coordinator.raise_failure(step)
         ending.goes_on()
+        return step
 
     def _restore_generators(self) -> None:
         if self._generators is not None:
             put_back(self._generators)
+
+
+def _as_int(value: Any) -> int:
+    """`value` if it is a whole number, of whatever class; else -1."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return -1
 
 
 def _nothing() -> None: ...

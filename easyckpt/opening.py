@@ -15,7 +15,7 @@ from easyckpt.config import CheckpointConfig
 from easyckpt.distributed.agree import all_good, done_by_rank_0
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel, settle_locality
-from easyckpt.errors import EasyckptError, ForeignFormat, StorageError
+from easyckpt.errors import EasyckptError, ForeignFormat, RootInUse, StorageError
 from easyckpt.events import EventLog, Warned
 from easyckpt.format import layout
 from easyckpt.memory import budget
@@ -63,6 +63,8 @@ def open_root(
     try:
         _see_root(storage, ranks)
         arena = _own_arena(directory, in_memory, identity, ranks, config)
+    except RootInUse as error:
+        failure = RootInUse(f"{storage.root} is in use: {error}")
     except (EasyckptError, OSError) as error:
         failure = error
     try:

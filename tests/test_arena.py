@@ -596,7 +596,7 @@ def test_killed_between_saves(directory, arenas):
     with Forked(lambda child: job(directory, child)) as child:
         assert child.read("ready")[-1] == "ready"
         assert OwnerLock.is_free(owner) is False
-        with pytest.raises(RootInUse, match="live process"):
+        with pytest.raises(RootInUse, match=f"rank 0 of this run belongs to the live process {child.pid} "):
             make(directory)
         assert child.kill() == -signal.SIGKILL
     assert OwnerLock.is_free(owner) is True

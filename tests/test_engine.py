@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch import nn
 import easyckpt
 from easyckpt import Checkpointer, failpoints
 from easyckpt.distributed.ranks import Ranks
+from easyckpt.format import layout
 from easyckpt.loading import read_only
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
@@ -187,6 +189,34 @@ def test_a_step_is_a_number_of_finished_steps(root, step):
                 call(step)
 
 
+def test_a_step_of_numpy_is_taken_as_a_plain_number(root):
+    """One that stayed NumPy's would not go into the JSON that ranks and files are told."""
+    training, _ = start(root)
+    with training.checkpointer as checkpointer:
+        for step in (1, 2):
+            training.step()
+            checkpointer.save_if_needed(numpy.int64(step))
+        result = checkpointer.save(numpy.uint8(3)).result(60)
+        assert (type(result), type(checkpointer._step)) == (int, int)
+    assert committed(root) == [3]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_steps_set_aside_are_said_to_go_where_they_go(root, caplog, explicit):
+    training, _ = start(root, back_pressure="wait")
+    with training.checkpointer:
+        training.to(20)
+    if not explicit:
+        (root / layout.step_dir(20) / layout.shard_file(0)).unlink()
+    again = Training(root)
+    with again.checkpointer as checkpointer:
+        assert checkpointer.load(step=10 if explicit else None).step == 10
+        again.to(11, 10)
+    (said,) = (record.getMessage() for record in caplog.records if "set aside as" in record.getMessage())
+    assert said.endswith(", and deleted with the next commit") == (not explicit)
+    assert bool(list(root.glob("*.stale-*"))) == explicit
+
+
 def test_a_program_may_change_its_directory(tmp_path, monkeypatch):
     before, after = tmp_path / "before", tmp_path / "after"
     for path in (before / "memory", after):
@@ -322,7 +352,7 @@ def impatient(checkpointer):
 def test_a_second_job_on_the_same_root_is_refused_and_names_the_owner(root):
     training, _ = start(root)
     with training.checkpointer:
-        with pytest.raises(easyckpt.RootInUse):
+        with pytest.raises(easyckpt.RootInUse, match=f"^{root} is in use: .* another Checkpointer of this process"):
             Training(root)
         training.to(3)
     assert committed(root) == [3]
@@ -529,7 +559,7 @@ def test_a_snapshot_that_is_gone_when_it_is_to_be_committed_costs_that_one_commi
         until(hold.exists)
         checkpointer._parts.arena.drop(lambda meta: True)
         hold.with_suffix(".go").touch()
-        assert "holds no whole snapshot of step 1 any more" in str(future.exception(60))
+        assert ": rank 0: it holds no whole snapshot of step 1 any more" in str(future.exception(60))
         assert not list(root.glob(".step-*"))
         training.step()
         assert checkpointer.save(2).result(60) == 2
@@ -1088,8 +1118,14 @@ def test_the_hook_is_gone_after_close(root):
 
 def test_a_root_without_room_for_one_checkpoint_is_refused_at_the_start(tmpfs):
     model = nn.Linear(5000, 4000)  # 80 MB, and a tmpfs of 64
-    with pytest.raises(easyckpt.OutOfSpace, match="Free space"):
+    with pytest.raises(easyckpt.OutOfSpace, match=r"about 76\.3 MiB, 6[34]\.\d MiB are free\. Free space"):
         Checkpointer(Path(tmpfs) / "run", {"model": model})
+
+
+def test_room_that_is_to_stay_free_is_named_where_it_lacks(root):
+    wanted = r"about [\d.]+ KiB and 1\.0 PiB are to stay free \(min_free_bytes\), [\d.]+ [GT]iB are free"
+    with pytest.raises(easyckpt.OutOfSpace, match=wanted):
+        Training(root, min_free_bytes=2**50)
 
 
 def test_a_flush_without_room_is_refused_before_it_writes(root):
@@ -1097,8 +1133,9 @@ def test_a_flush_without_room_is_refused_before_it_writes(root):
     with training.checkpointer as checkpointer:
         training.step()
         object.__setattr__(checkpointer._parts.flusher._writer, "_min_free_bytes", 2**60)
-        with pytest.raises(easyckpt.SaveFailed, match="free"):
+        with pytest.raises(easyckpt.SaveFailed, match="free") as caught:
             checkpointer.save(1, wait=True)
+        assert str(caught.value).count("rank 0") == 1
         assert not list(root.glob("*/*.safetensors"))
         object.__setattr__(checkpointer._parts.flusher._writer, "_min_free_bytes", 0)
         with pytest.raises(easyckpt.SaveFailed):

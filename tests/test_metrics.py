@@ -6,10 +6,12 @@ import json
 import threading
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 from easyckpt import failpoints
+from easyckpt.errors import UsageError
 from easyckpt.format import layout
 from easyckpt.saving import metrics as module
 from easyckpt.saving.metrics import Metrics
@@ -167,3 +169,14 @@ def test_a_number_too_long_to_be_written_leaves_the_others(storage, caplog):
     line.pop("time")
     assert line == {"step": 3, "loss": 1.5, "logged_step": 7, "nan": "nan"}
     assert "log(long=…) of step 3 cannot be written down" in caplog.text
+
+
+def test_scalars_of_numpy_are_numbers(storage):
+    metrics = Metrics()
+    metrics.log({"loss": numpy.float32(0.5), "lr": numpy.float64(0.25), "tokens": numpy.int64(7), "best": numpy.True_})
+    metrics.take(1)
+    assert metrics.latest == {"loss": 0.5, "lr": 0.25, "tokens": 7, "best": True}
+    assert {type(value) for value in metrics.latest.values()} == {float, int, bool}
+    for value in (numpy.complex64(1), numpy.zeros(1), numpy.datetime64("2026-01-01", "ns")):
+        with pytest.raises(UsageError, match="neither number"):
+            metrics.log({"bad": value})

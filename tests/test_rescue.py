@@ -117,7 +117,7 @@ def test_a_job_that_is_killed_between_the_look_and_the_rescue_loses_nothing(trai
 
 def test_a_job_that_lives_is_refused(training, memory_dir):
     root, child, go = training
-    with pytest.raises(RootInUse, match="its process is alive"):
+    with pytest.raises(RootInUse, match=rf"{root} is in use by the live process {child.pid} \(.* is locked\)"):
         rescue(root, memory_dir)
     assert jobs.committed(root) == []
     go.touch()

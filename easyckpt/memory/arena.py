@@ -242,8 +242,8 @@ class Arena:
             return
         if not owned:
             raise RootInUse(
-                f"the memory of rank {self.rank} of this run is in use by another live process, or by another "
-                f"Checkpointer of this one ({self._owner.path} is locked): end that first, or choose another root"
+                f"the memory of rank {self.rank} of this run belongs to {OwnerLock.describe_holder(self._owner.path)} "
+                f"({self._owner.path} is locked): end that first, or choose another root"
             )
 
     def _inert(self) -> bool:

@@ -29,6 +29,29 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+_NOBODY = -1
+
+
+def _holder(path: str) -> int | None:
+    """The process that holds the lock on `path`; 0 where its number cannot be known. With `_guard` held.
+
+    None when there is no such file, or it cannot be told.
+    """
+    try:
+        found = os.lstat(path)
+        if _held.get((found.st_dev, found.st_ino)) == os.getpid():
+            return os.getpid()
+        fd, _ = open_checked(path, os.O_RDONLY)
+    except (OSError, FormatError):
+        return None
+    try:
+        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, question))
+        return _NOBODY if kind == fcntl.F_UNLCK else max(0, pid)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
 
 
 class OwnerLock:
@@ -92,21 +115,18 @@ class OwnerLock:
     def is_free(path: str) -> bool | None:
         """Whether no live process holds the lock on `path`; None when there is no such file or it cannot be told."""
         with _guard:
-            try:
-                found = os.lstat(path)
-                if _held.get((found.st_dev, found.st_ino)) == os.getpid():
-                    return False
-                fd, _ = open_checked(path, os.O_RDONLY)
-            except (OSError, FormatError):
-                return None
-            try:
-                question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-                answer = fcntl.fcntl(fd, fcntl.F_GETLK, question)
-                return bool(_FLOCK.unpack(answer)[0] == fcntl.F_UNLCK)
-            except OSError:
-                return None
-            finally:
-                os.close(fd)
+            holder = _holder(path)
+        return None if holder is None else holder == _NOBODY
+
+    @staticmethod
+    def describe_holder(path: str) -> str:
+        """Who holds the lock on `path`, in words, for messages."""
+        with _guard:
+            holder = _holder(path)
+        if holder == os.getpid():
+            return "another Checkpointer of this process"
+        # (a process of another container has no number here)
+        return f"the live process {holder}" if holder is not None and holder > 0 else "another live process"
 
     def _held_here(self) -> bool:
         with contextlib.suppress(FileNotFoundError):

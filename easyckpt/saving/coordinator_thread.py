@@ -166,7 +166,7 @@ class CoordinatorThread:
         for meta in self._ledger.on_line(self._parts.arena.sealed()):
             if meta.step == step:
                 return self._parts.arena.view(step, meta.timeline)
-        raise SaveFailed(f"rank {self._parts.ranks.rank} holds no whole snapshot of step {step} any more")
+        raise SaveFailed(f"it holds no whole snapshot of step {step} any more")
 
     # -- speaking
 
@@ -200,7 +200,7 @@ class CoordinatorThread:
             try:
                 view = self._view(work.flush)
             except EasyckptError as error:
-                work = replace(work, kind="clean up", flush=replace(work.flush, abandoned=str(error)))
+                work = replace(work, kind="clean up", flush=replace(work.flush, abandoned=f"rank 0: {error}"))
         future = flusher.clean_up(work) if view is None else flusher.commit(work, view)
 
         def finish(done: Future[Any]) -> None:

@@ -137,9 +137,13 @@ def _set_aside(context: CommitContext, record: RootRecord, fork: int) -> int:
             if entry.problem is None:
                 kept.append(entry.step)
             continue
-        stale = naming.stale(entry.step, _abandoned_by(record, timeline, entry.step).id)
+        abandoned_by = _abandoned_by(record, timeline, entry.step)
+        stale = naming.stale(entry.step, abandoned_by.id)
         context.check_lease()
-        logger.warning("%s lies past step %d, where training goes on from: set aside as %s", entry.name, fork, stale)
+        until = "" if abandoned_by.explicit else ", and deleted with the next commit"
+        logger.warning(
+            "%s lies past step %d, where training goes on from: set aside as %s%s", entry.name, fork, stale, until
+        )
         storage.rename(entry.name, stale)
         failpoints.hit(SET_ASIDE)
     storage.sync_dir("")

@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from easyckpt.errors import DamagedCheckpoint, UsageError
@@ -60,6 +61,7 @@ class Metrics:
     def log(self, values: dict[str, Any]) -> None:
         """Keep `values` for the next step. A value is a real number, a string, or a tensor with one real element."""
         for name, value in values.items():
+            value = value.item() if isinstance(value, (np.number, np.bool_)) else value  # noqa: PLW2901
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1 or value.is_complex():
                     kind = f"{value.numel()} of {value.dtype}"

@@ -63,7 +63,7 @@ def rescue(
     directory, _ = memory_directory(config.memory_dir)
     # What is found now may be gone, or be of other steps, once it is owned: a job may live and go on until then.
     owners = {layout.owner_beside(path) for path, _ in _slots(storage, _record(storage), directory, user)}
-    with _owned(owners):
+    with _owned(owners, storage.root):
         record = _record(storage)
         if not _whole_groups(storage, record, directory, user, owners):
             return []
@@ -158,13 +158,16 @@ def _whole_groups(
 
 
 @contextlib.contextmanager
-def _owned(owners: Collection[str]) -> Iterator[None]:
+def _owned(owners: Collection[str], root: str) -> Iterator[None]:
     """Own these arenas, as a job that starts now would: it waits, or this refuses."""
     with contextlib.ExitStack() as stack:
         for path in sorted(owners):
             lock = OwnerLock(path)
             if not lock.try_acquire():
-                raise RootInUse(f"{path}: its process is alive: stop the job before rescuing its snapshots")
+                raise RootInUse(
+                    f"{root} is in use by {OwnerLock.describe_holder(path)} ({path} is locked): stop the job before "
+                    "rescuing its snapshots"
+                )
             stack.callback(lock.release)
         yield
 

@@ -187,7 +187,7 @@ class ShardWriter:
         if free < needed:
             kept = f" ({self._min_free_bytes} of them to stay free)" if self._min_free_bytes else ""
             raise OutOfSpace(
-                f"{self._storage.root}: rank {view.meta.rank} needs {needed} bytes for step {view.meta.step}{kept}, "
+                f"{self._storage.root}: its part needs {needed} bytes for step {view.meta.step}{kept}, "
                 f"{free} are free. Free space or raise the quota; a lower max_ckpt_num keeps fewer checkpoints."
             )
 
