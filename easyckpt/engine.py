@@ -56,7 +56,7 @@ class Checkpointer:
             position of `batches` are saved without being asked.
         config: path of a YAML file with settings, or a mapping of them.
         process_group: the ranks that save together; the default group where one is initialised.
-        settings: every field of CheckpointConfig, by name.
+        settings: every field of CheckpointConfig, by name; its docstring explains each.
 
     A signal handler may look at `preempted` and `stats()`. Whatever else it calls raises UsageError where it interrupts
     another call, or the hook before an optimizer step: set a flag there, and save in the training loop.

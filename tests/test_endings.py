@@ -142,7 +142,8 @@ def test_a_second_job_on_the_same_root_is_refused_while_the_first_lives(paths, t
     job.wait_for("finished", 3)
     second = jobs.run(root, tmp_path / "other", steps=5, settings=SETTINGS, code=1)
     assert "RootInUse" in second.stderr
-    assert "in use by another live process" in second.stderr
+    assert f"{root} is in use: " in second.stderr
+    assert f"belongs to the live process {job.processes[0].pid} " in second.stderr
     job.kill()
     third = jobs.run(root, notes, steps=5, settings=SETTINGS)  # at once: the owner is proven dead
     assert third.notes()[0]["tier"] == "memory"
