@@ -161,6 +161,17 @@ def test_an_exception_on_one_rank_alone_waits_for_nothing_that_does_not_run(path
     assert "still running" not in job.stderr
 
 
+def test_whoever_waits_for_a_save_that_an_exception_has_overtaken_is_told(paths):
+    """The snapshot of rank 1 is not whole before a step that does not come, and rank 0 has left meanwhile."""
+    root, notes = paths
+    arguments = ("--width=160", "--ask-at=7", "--raise-at=7", "--mischief-rank=0", "--hold-at=7")
+    job = jobs.start(root, notes, *arguments, steps=9, ranks=2, settings=SETTINGS)
+    job.wait_until(lambda: bool(job.values("error", 0)), "the exception", 0)
+    job.kill()
+    assert job.values("error", 0) == ["RuntimeError"]
+    assert job.values("answer", 0) == ["SaveFailed"]
+
+
 def test_an_interrupt_while_a_snapshot_is_sealed_ends_the_job(paths):
     """Wherever it comes, nobody may wait for the seal that never comes now."""
     root, notes = paths

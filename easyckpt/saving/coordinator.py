@@ -53,24 +53,24 @@ class Coordinator:
     def sealed(self, step: int) -> None:
         """The snapshot of `step` is whole and final on this rank. From any thread."""
         self.ledger.sealed(step)
-        self._thread.wake.set()
+        self._thread.wake.ring()
 
     def lacks(self, step: int, reason: str) -> None:
         """There is no snapshot of `step` on this rank, and none will come unless training is over. From any thread."""
         self.ledger.lacks(step, reason)
-        self._thread.wake.set()
+        self._thread.wake.ring()
 
     def offer(self, live: LiveSnapshot | None) -> None:
         """The training thread waits and lends its live state as the snapshot of its step; None: it goes on."""
         lent, self._thread.live = self._thread.live, live
         if lent is not None:
             lent.withdraw()
-        self._thread.wake.set()
+        self._thread.wake.ring()
 
     def due(self, step: int, *, forced: bool) -> Future[int]:
         """The flush of `step` is due at all ranks. The Future holds the step that was committed, or the reason."""
         future = self.ledger.due(step, forced=forced)
-        self._thread.wake.set()
+        self._thread.wake.ring()
         return future
 
     def raise_failure(self, step: int | None) -> None:
@@ -83,7 +83,7 @@ class Coordinator:
     def lose_lease(self, error: LeaseLost) -> None:
         """Rank 0: nothing is saved any more, and all ranks raise `error` at the same step. From any thread."""
         self.ledger.lose_lease(str(error))
-        self._thread.wake.set()
+        self._thread.wake.ring()
 
     def emergency(self, seconds: float) -> bool:
         """A signal has come: have the newest snapshot flushed at once, and wait for that; False if it takes longer.
@@ -92,7 +92,7 @@ class Coordinator:
         """
         self._thread.in_emergency = True
         over = self._thread.alarms.ring()
-        self._thread.wake.set()
+        self._thread.wake.ring()
         return over.wait(seconds)
 
     def preempted(self, step: int) -> bool:
@@ -137,14 +137,14 @@ class Coordinator:
     def desert(self, timeout: float) -> None:
         """The flusher has ended: a thread that still waits for what it would have done ends now."""
         self._thread.deserted = True
-        self._thread.wake.set()
+        self._thread.wake.ring()
         self._thread.join(timeout)
 
     def _leave(self, timeout: float, **how: bool) -> bool:
         """Post that this rank leaves, and wait for the end of the thread, and of users' callbacks."""
         deadline = time.monotonic() + timeout
         self.ledger.tell(**how)
-        self._thread.wake.set()
+        self._thread.wake.ring()
         ended = self._thread.join(timeout)
         if not self.ledger.callbacks.stop(max(0.0, deadline - time.monotonic())):
             logger.warning("a callback of a save's Future is still running: it may not come to its end")

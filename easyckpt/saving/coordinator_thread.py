@@ -29,6 +29,7 @@ from easyckpt.saving.ledger import Ledger
 from easyckpt.saving.live import LiveSnapshot
 from easyckpt.saving.messages import Board, Decision, Flush, Post, Report, dump, load_board, load_post
 from easyckpt.saving.participant import Participant
+from easyckpt.saving.waking import Bell
 from easyckpt.saving.worker import give_way
 from easyckpt.saving.writer import SnapshotBytes
 
@@ -67,7 +68,7 @@ class CoordinatorThread:
     """
 
     def __init__(self, parts: CoordinatorParts, ledger: Ledger) -> None:
-        self.wake = threading.Event()
+        self.wake = Bell()
         self.live: LiveSnapshot | None = None
         """The training thread waits, and lends its live state as the snapshot of its step."""
         self.in_emergency = False
@@ -112,7 +113,6 @@ class CoordinatorThread:
                 pause = QUICK_POLL_SECONDS if moved else min(pause * 1.5, self._longest_pause())
                 if self.wake.wait(pause):
                     pause = QUICK_POLL_SECONDS
-                self.wake.clear()
             self._linger()
             self._ledger.give_up(SaveFailed("the job has ended before this step was flushed"))
         except EasyckptError as error:
@@ -216,7 +216,7 @@ class CoordinatorThread:
     def _watch(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
         """Have `then` called on this thread once `future` is done."""
         self._jobs.append((future, then))
-        future.add_done_callback(lambda _: self.wake.set())
+        future.add_done_callback(lambda _: self.wake.ring())
 
     def _collect_jobs(self) -> None:
         for job in [job for job in self._jobs if job[0].done()]:

@@ -23,6 +23,7 @@ from easyckpt.saving import raw_memory
 from easyckpt.saving.gathering import WORTH_IT, Gather, is_tiny
 from easyckpt.saving.probes import PROBES, Probes, can_be_probed, differing, probed_offsets
 from easyckpt.saving.raw_memory import SMALL_BYTES
+from easyckpt.saving.waking import Latch
 from easyckpt.saving.worker import Result, Worker
 from easyckpt.state.capture import Capture
 
@@ -95,7 +96,7 @@ class Arrival:
         self.error: BaseException | None = None
         self._sources, self._numbers = sources, numbers
         self._versions = list(map(version_of, sources))
-        self._arrived = threading.Event()
+        self._arrived = Latch()
         self._lock = threading.Lock()
         self._actions: list[Callable[[], None]] = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from easyckpt.format.codec import path_text
 from easyckpt.format.image import Layout
 from easyckpt.memory.slot import Slot, SlotMeta
 from easyckpt.saving.copying import Copier, CopyJob, LiveLeaves
+from easyckpt.saving.waking import Latch
 from easyckpt.state.capture import Capture
 
 #: One object, so that copy plans for it can be told by identity.
@@ -30,7 +30,7 @@ class Window:
     begun: float
     doubt: str = ""
     """Why nobody can tell when a leaf that is copied late is written."""
-    over: threading.Event = field(default_factory=threading.Event)
+    over: Latch = field(default_factory=Latch)
 
     @contextlib.contextmanager
     def ended_if_interrupted(self) -> Iterator[None]:

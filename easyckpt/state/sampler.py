@@ -29,8 +29,9 @@ class SkipBatchSampler(Sampler[list[int]]):
 
     **Without ckpt.batches** it can be a component of the state by itself: ``state_dict`` counts the batches handed
     out since ``set_epoch``, and after ``load_state_dict`` the next iteration of the same epoch begins behind them.
-    That is exact for loaders with ``num_workers=0``; worker processes are handed batches ahead of time, which only
-    ``ckpt.batches`` can tell from consumed ones.
+    The order is then exact for loaders with ``num_workers=0``; worker processes are handed batches ahead of time, which
+    only ``ckpt.batches`` can tell from consumed ones. What a loader draws from torch's generator when its iterator is
+    made, it draws once more after a load.
     """
 
     def __init__(

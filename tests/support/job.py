@@ -41,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-load", action="store_true")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="a step takes at least this long")
     parser.add_argument("--save-at", type=int, default=-1, help="save(step, wait=True) after this step")
+    parser.add_argument("--ask-at", type=int, default=-1, help="save(step) after this step, without waiting")
     parser.add_argument("--raise-at", type=int, default=-1)
     parser.add_argument("--interrupt-seal-of", type=int, default=-1, help="Ctrl-C while this step's snapshot is sealed")
     parser.add_argument("--exit-at", type=int, default=-1, help="sys.exit(0) inside the loop")
@@ -245,7 +246,7 @@ def main() -> None:
 
     if distributed and not args.no_settle:
         easyckpt.settle_ddp(model, lambda: model(torch.zeros(8, width)).sum().backward())
-    number = 0
+    number, asked = 0, None
     try:
         with contextlib.ExitStack() as stack:
             checkpointer = easyckpt.Checkpointer(args.root, state, **args.settings)
@@ -288,6 +289,8 @@ def main() -> None:
                     notes.write(asked=number)
                     checkpointer.save(number, wait=True)
                     notes.write(saved=number)
+                if mischief and number == args.ask_at:
+                    asked = checkpointer.save(number)
                 if mischief and number == args.raise_at:
                     raise RuntimeError("the training has failed")
                 if number == args.exit_at:
@@ -315,7 +318,8 @@ def main() -> None:
             if args.destroy_group and distributed:
                 dist.destroy_process_group()
     except BaseException as error:
-        notes.write(error=type(error).__name__, text=str(error), at=number, time=time.time())
+        answer = "" if asked is None else type(asked.exception()).__name__ if asked.done() else "none"
+        notes.write(error=type(error).__name__, text=str(error), at=number, time=time.time(), answer=answer)
         raise
     if distributed and not args.destroy_group and not args.without_with:
         dist.destroy_process_group()
