@@ -53,10 +53,10 @@ def root(tmp_path: Path) -> Path:
 
 LOSES = {
     "no thread can be started any more": """
-        class NoWorker(coordinator_thread.Worker):
+        class NoWorker(last_look.Worker):
             def __init__(self, name):
                 raise RuntimeError("can't start new thread at interpreter shutdown")
-        coordinator_thread.Worker = NoWorker
+        last_look.Worker = NoWorker
     """,
     "the look fails with anything": """
         def look(flush):
@@ -81,7 +81,7 @@ def test_a_coordinator_that_is_lost_in_whatever_way_is_no_end_that_was_agreed(ro
 import textwrap
 from easyckpt.distributed import mailbox
 from easyckpt.errors import PeerError
-from easyckpt.saving import coordinator_thread
+from easyckpt.saving import last_look
 held = sys.argv[1] + ".held"
 failpoints.arm(f"writer.shard.written=hold:{{held}}")
 checkpointer = make()
