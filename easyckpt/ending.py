@@ -62,20 +62,21 @@ def is_clean(error: BaseException | None) -> bool:
     return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
-def _ends_by_exception() -> bool:
+def ends_by() -> BaseException | None:
+    """The exception that passes, or that has ended the program."""
     passing = sys.exc_info()[1]  # multiprocessing ends its processes while it passes
     if passing is not None:
-        return not is_clean(passing)
+        return passing
     # The interpreter keeps there what it shows as uncaught, and so does an interactive one, which goes on.
-    shown = getattr(sys, "last_value", None)
-    return shown is not None and shown is not _survived and not hasattr(sys, "ps1")
+    shown: BaseException | None = getattr(sys, "last_value", None)
+    return None if shown is _survived or hasattr(sys, "ps1") else shown
 
 
 def _end_all() -> None:
     global _failed
     if os.getpid() != _pid:
         return
-    abandoned = _ends_by_exception()
+    abandoned = not is_clean(ends_by())
     while _open:
         endable = _open.pop(0)
         try:

@@ -26,6 +26,7 @@ from easyckpt.events import EventLog, Stats, Warned
 from easyckpt.events import Restored as RestoredEvent
 from easyckpt.format.layout import MAX_STEP
 from easyckpt.loading.loader import Outcome, Restored
+from easyckpt.saving import remains
 from easyckpt.saving.line import Origin
 from easyckpt.saving.metrics import COMPONENT as METRICS
 from easyckpt.saving.metrics import Metrics
@@ -131,7 +132,9 @@ class Checkpointer:
         self._closed = False
         self._undurable: EasyckptError | None = None
         self._watches_preempted = self._storage_hangs = False
-        self._signals = wiring.watch_signals(self._parts, self._housekeeper, lambda: self._watches_preempted)
+        self._signals = wiring.watch_signals(
+            self._parts, self._housekeeper, takes_over=lambda: self._watches_preempted, ends=lambda: self._closed
+        )
 
     @guarded
     def load(
@@ -309,13 +312,17 @@ class Checkpointer:
             self._let_go(remove_arena=False, linger=0.0)
 
     def _drain(self) -> None:
+        coordinator = self._parts.coordinator
         try:
-            self._parts.coordinator.offer(None)
+            coordinator.offer(None)
             self._saver.lose_window()
-            if not self._parts.coordinator.abort(self._config.exception_drain_timeout):
+            coordinator.see_emergency_through(lambda: self._signals is not None and self._signals.flushing)
+            if not coordinator.abort(self._config.exception_drain_timeout):
                 self._events.emit(Warned(message="a flush was still running when the job ended in an exception"))
         except KeyboardInterrupt:
             self._events.emit(Warned(message="interrupted again: what was being flushed is abandoned"))
+            coordinator.hurry()
+        remains.say_after_exception(self._parts, ending.ends_by())
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -25,6 +25,7 @@ from easyckpt.memory.arena import Arena
 from easyckpt.memory.owner import OwnerLock
 from easyckpt.memory.slot import Slot
 from easyckpt.opening import OpenedRoot, uses_cuda
+from easyckpt.saving import remains
 from easyckpt.saving.accumulation import AccumulationWatch
 from easyckpt.saving.commit import CommitContext
 from easyckpt.saving.coordinator import Coordinator
@@ -220,9 +221,14 @@ def make_loader(parts: SaverParts) -> Loader:
     )
 
 
-def watch_signals(parts: SaverParts, housekeeper: Housekeeper, takes_over: Callable[[], bool]) -> SignalWatcher | None:
-    """Have signals answered by an emergency flush; None where none are, or cannot be, watched."""
-    config, coordinator = parts.config, parts.coordinator
+def watch_signals(
+    parts: SaverParts, housekeeper: Housekeeper, *, takes_over: Callable[[], bool], ends: Callable[[], bool]
+) -> SignalWatcher | None:
+    """Have signals answered by an emergency flush; None where none are, or cannot be, watched.
+
+    `ends`: the program has come to its end, where no collective waits for a rank that has died.
+    """
+    config, coordinator, ranks = parts.config, parts.coordinator, parts.ranks
     if not config.signals:
         return None
     if threading.current_thread() is not threading.main_thread():
@@ -231,12 +237,18 @@ def watch_signals(parts: SaverParts, housekeeper: Housekeeper, takes_over: Calla
 
     def flush(seconds: float) -> bool:
         in_time = coordinator.emergency(seconds)
-        newest = coordinator.committed
-        logger.warning("the newest committed step is %s", newest if newest >= 0 else "none")
+        logger.warning("rank %d: %s", ranks.rank, remains.after_signal(parts))
         housekeeper.write_now(LAST_WORDS_SECONDS)  # the signal may end the process without another chance
         return in_time
 
-    return SignalWatcher(config.signals, deadline=config.signal_deadline, flush=flush, takes_over=takes_over)
+    return SignalWatcher(
+        config.signals,
+        rank=ranks.rank,
+        deadline=config.signal_deadline,
+        flush=flush,
+        takes_over=takes_over,
+        stuck=lambda: not ends() and bool(dead_peers(parts.arena, ranks)),
+    )
 
 
 def reserve(now: Capture, capture: StateCapture, opened: OpenedRoot, config: CheckpointConfig) -> None:

@@ -189,7 +189,7 @@ def test_a_forked_process_whose_last_save_fails_has_an_exit_code(root):
 def test_a_forked_process_that_ends_by_an_exception_starts_nothing_new(root):
     code, printed, said = run(root, FORKS.format(then="1 / 0"))
     assert (code, printed) == (0, "1000000\n1\n"), said
-    assert said.count("ZeroDivisionError") == 1
+    assert said.count("ZeroDivisionError: division by zero") == 1
     assert "NOT durable" not in said
     assert committed(root) == []
 
@@ -307,3 +307,84 @@ make(1).close()
     assert code == 0, said
     assert printed == "interrupted\n"
     assert committed(root) == [3, 4]
+
+
+IN_EMERGENCY = """
+held = sys.argv[1] + ".held"
+checkpointer = make(signal_deadline=600)
+checkpointer.preempted
+signals, flush = checkpointer._signals, checkpointer._signals._flush
+
+def main_is_in(name):
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+def flush_late(seconds):
+    until(lambda: main_is_in("see_emergency_through") or checkpointer._parts.coordinator.ledger.post.aborted)
+    return flush(seconds)
+
+def interrupt_and_release():
+    until(lambda: os.path.exists(held) and main_is_in("see_emergency_through"))
+    os.kill(os.getpid(), signal.SIGINT)
+    until(lambda: main_is_in("_end_flusher"))
+    open(held + ".go", "w")
+
+def signalled():
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise RuntimeError("the training has failed")
+"""
+
+
+def test_a_signal_that_came_before_the_exception_is_answered_though_its_watcher_hears_of_it_later(root):
+    body = """
+signals._flush = flush_late
+with checkpointer:
+    signalled()
+"""
+    code, _, said = run(root, IN_EMERGENCY + body)
+    assert code == 1
+    assert said.count("Traceback") == 1, said
+    assert said.endswith("RuntimeError: the training has failed\n")
+    assert committed(root) == [3]
+
+
+def test_an_interrupt_while_a_signals_flush_is_waited_for_abandons_it(root):
+    body = """
+failpoints.arm(f"writer.shard.written=hold:{held}")
+threading.Thread(target=interrupt_and_release).start()
+with checkpointer:
+    signalled()
+"""
+    code, _, said = run(root, IN_EMERGENCY + body)
+    assert code == 1
+    assert "interrupted again: what was being flushed is abandoned" in said
+    assert said.endswith("RuntimeError: the training has failed\n")
+
+
+def test_what_torch_raises_for_another_loaders_workers_meanwhile_changes_nothing(root):
+    """Once for each loader: the first one has ended the training."""
+    body = """
+come = threading.Event()
+
+def as_torch_does(*_):
+    come.set()
+    raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
+
+def raise_and_release():
+    until(lambda: os.path.exists(held) and main_is_in("see_emergency_through"))
+    os.kill(os.getpid(), signal.SIGCHLD)
+    come.wait()
+    open(held + ".go", "w")
+
+signal.signal(signal.SIGCHLD, as_torch_does)
+failpoints.arm(f"writer.shard.written=hold:{held}")
+threading.Thread(target=raise_and_release).start()
+with checkpointer:
+    signalled()
+"""
+    code, _, said = run(root, IN_EMERGENCY + body)
+    assert code == 1
+    assert said.endswith("RuntimeError: the training has failed\n")
+    assert committed(root) == [3]

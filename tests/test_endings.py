@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -69,10 +70,34 @@ def test_ctrl_c_keeps_the_memory(paths):
     os.kill(job.process.pid, signal.SIGINT)
     assert job.end() in (1, 130, -signal.SIGINT)
     assert "KeyboardInterrupt" in job.stderr
+    (said,) = [line for line in job.stderr.splitlines() if "ended by" in line]
+    pattern = (
+        r"rank 0: ended by KeyboardInterrupt: the snapshots of steps \d+ to (\d+) stay in memory, the newest committed "
+        rf"step is none; start again on this machine, or commit with `easyckpt rescue {root}`"
+    )
     last = job.values("finished")[-1]
+    assert last - 1 <= int(re.fullmatch(pattern, said)[1]) <= last
     again = jobs.run(root, notes, steps=last + 1, settings=SETTINGS)
     assert again.notes()[0]["tier"] == "memory"
     assert last - 1 <= again.notes()[0]["restored"] <= last
+
+
+def test_what_an_exception_takes_along_is_said(paths):
+    root, notes = paths
+    settings = SETTINGS | {"memory_dir": str(root.parent / "no such directory")}
+    job = jobs.run(root, notes, "--raise-at=7", steps=9, settings=settings, code=1)
+    said = [line for line in job.stderr.splitlines() if "ended by" in line]
+    assert len(said) == 1
+    assert "rank 0: ended by RuntimeError: the snapshots of steps " in said[0]
+    assert said[0].endswith(" are lost with this process's private memory; the newest committed step is none")
+
+
+@pytest.mark.parametrize("kept", ["all is committed", "nothing is in memory"])
+def test_an_exception_that_leaves_nothing_in_memory_alone_is_not_commented_on(paths, kept):
+    root, notes = paths
+    ends = "--save-at=7" if kept == "all is committed" else "--no-memory-rank=0"
+    job = jobs.run(root, notes, "--raise-at=7", ends, steps=9, settings=SETTINGS, code=1)
+    assert "ended by" not in job.stderr
 
 
 def test_sigterm_flushes_the_newest_snapshot_while_the_main_thread_is_away(paths):
@@ -93,6 +118,88 @@ def test_sigterm_gives_a_loop_that_watches_time_to_end_cleanly(paths):
     assert job.end() == 0, job.stderr
     last = job.values("preempted")[0]
     assert committed(root)[-1] == last == job.values("finished")[-1]
+
+
+@pytest.mark.parametrize(("ranks", "with_block"), [(1, True), (2, True), (2, False)])
+def test_a_signal_that_ends_the_loaders_workers_too_leaves_the_newest_snapshot_durable(paths, ranks, with_block):
+    """Launchers signal whole process groups; torch then raises in the training loop.
+
+    Here it always does before rank 0 has come to begin the flush, and while the other rank is in a collective.
+    """
+    root, notes = paths
+    late = ["--pause-at=7", "--pause-seconds=60", "--leads-late=0.5", f"--mischief-rank={ranks - 1}"]
+    arguments = ["--watch-preempted", "--workers=2", *late, *([] if with_block else ["--without-with"])]
+    job = jobs.start(root, notes, *arguments, "--step-seconds=0.05", steps=100, ranks=ranks, settings=SETTINGS)
+    job.wait_for("pauses", 7, ranks - 1)
+    for rank in range(ranks):
+        job.wait_until(lambda rank=rank: 6 in [e["step"] for e in events(root, rank, "SnapshotSealed")], "step 6", rank)
+    os.killpg((job.store or job.process).pid, signal.SIGTERM)
+    assert all(job.ends())
+    assert "DataLoader worker" in job.values("text", ranks - 1)[0]
+    (step,) = committed(root)
+    assert 5 <= step <= 7
+    for rank in range(ranks):
+        assert f"rank {rank}: SIGTERM has come" in job.stderr
+    assert f"rank 0: the newest committed step is {step}" in job.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_to_the_whole_process_group_ends_a_job_with_its_newest_snapshot_durable(paths, ranks):
+    root, notes = paths
+    arguments = ["--watch-preempted", "--workers=2", "--step-seconds=0.01"]
+    job = jobs.start(root, notes, *arguments, steps=100_000, ranks=ranks, settings=SETTINGS)
+    for rank in range(ranks):
+        job.wait_for("finished", 7, rank)
+        job.wait_until(lambda rank=rank: 6 in [e["step"] for e in events(root, rank, "SnapshotSealed")], "step 6", rank)
+    os.killpg((job.store or job.process).pid, signal.SIGTERM)
+    job.ends()
+    assert committed(root)
+
+
+@pytest.mark.parametrize("dies", ["before the signal", "while it is flushed for"])
+def test_after_an_exception_a_signals_flush_that_needs_a_dead_rank_is_not_waited_for(paths, dies):
+    root, notes = paths
+    settings = SETTINGS | {"signal_deadline": 600, "exception_drain_timeout": 0.1}
+    late = ["--pause-at=7", "--pause-seconds=60", "--leads-late=0.5", "--mischief-rank=0"]
+    arguments = ["--watch-preempted", "--workers=1", *late, "--step-seconds=0.05"]
+    job = jobs.start(root, notes, *arguments, steps=100, ranks=2, settings=settings)
+    job.wait_for("pauses", 7)
+    for rank in range(2):
+        job.wait_until(lambda rank=rank: 6 in [e["step"] for e in events(root, rank, "SnapshotSealed")], "step 6", rank)
+    first = signal.SIGKILL if dies == "before the signal" else signal.SIGSTOP
+    os.kill(job.pid(1), first)
+    if first == signal.SIGKILL:
+        job.processes[1].communicate(jobs.WAIT_SECONDS)
+    os.killpg(job.store.pid, signal.SIGTERM)
+    if first == signal.SIGSTOP:
+        job.wait_until(lambda: bool(events(root, 0, "FlushBegun")), "the flush")
+        os.kill(job.pid(1), signal.SIGKILL)
+    assert job.ends() == [1, -signal.SIGKILL]
+    assert "the emergency flush is given up: rank 1 has died" in job.stderr
+    assert "rank 0: ended by RuntimeError: the snapshots of steps" in job.stderr
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, {"save_storage_interval": 1}])
+def test_a_loop_that_watches_and_hangs_on_a_dead_rank_is_not_given_until_the_deadline(paths, settings):
+    """torchrun restarts the group as soon as the last rank has ended. The flush is given up, or there is none to do."""
+    root, notes = paths
+    arguments = ("--apart", "--watch-preempted", "--hold-at=7", "--step-seconds=0.05")
+    job = jobs.start(root, notes, *arguments, steps=9, ranks=2, settings=settings | {"signal_deadline": 600})
+    kind = "SnapshotSealed" if settings is SETTINGS else "FlushCommitted"
+    for rank in range(2):
+        job.wait_for("finished", 7, rank)
+        job.wait_until(lambda rank=rank: 6 in [e["step"] for e in events(root, rank, kind)], f"{kind} 6", rank)
+    os.kill(job.pid(1), signal.SIGKILL)
+    job.processes[1].communicate(jobs.WAIT_SECONDS)
+    os.kill(job.pid(0), signal.SIGTERM)
+    assert job.ends() == [-signal.SIGTERM, -signal.SIGKILL]
+    if settings is SETTINGS:
+        assert "rank 0: the emergency flush is given up: rank 1 has died" in job.stderr
+        said = job.stderr.partition("rank 0: the newest committed step is none; ")[2]
+        assert "in memory for a restart on this machine" in said
+        assert committed(root) == []
+    again = jobs.run(root, notes, "--apart", steps=9, ranks=2, settings=settings)
+    assert again.first("tier") == ["memory"] * 2
 
 
 def test_a_signal_of_the_users_choice_flushes_too(paths):

@@ -6,8 +6,10 @@ threads know is the `Ledger`; what the background thread does with it is in `coo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from easyckpt.config import CheckpointConfig
@@ -18,6 +20,9 @@ from easyckpt.saving.ledger import Ledger
 from easyckpt.saving.live import LiveSnapshot
 
 logger = logging.getLogger("easyckpt")
+
+#: Between two looks at how far a flush for a signal has come.
+POLL_SECONDS = 0.01
 
 
 class Coordinator:
@@ -91,6 +96,7 @@ class Coordinator:
         From any thread but the training's; takes no lock, which that may hold.
         """
         self._thread.in_emergency = True
+        self._thread.emergency_until = time.monotonic() + seconds
         over = self._thread.alarms.ring()
         self._thread.wake.ring()
         return over.wait(seconds)
@@ -130,9 +136,27 @@ class Coordinator:
                 f"rank {self._ranks.rank}: the coordinator thread has ended before the job's end was agreed"
             )
 
+    def see_emergency_through(self, signalled: Callable[[], bool]) -> None:
+        """Before `abort`: what a signal has asked for, here or at another rank, is decided first, or given up.
+
+        `signalled`: a signal has come here that this Coordinator may not have heard of yet.
+        """
+        thread = self._thread
+        while signalled() or (thread.in_flush_for_signal() and time.monotonic() < thread.emergency_until):
+            # The signal that ends a loader's workers has torch raise that here, once for each loader.
+            with contextlib.suppress(Exception):
+                if thread.join(POLL_SECONDS):
+                    return
+
     def abort(self, timeout: float) -> bool:
         """Start nothing new; wait for what runs. False when it did not end in time."""
         return self._leave(timeout, aborted=True)
+
+    def hurry(self) -> None:
+        """In place of `abort`: nothing is waited for, nor by who has called `emergency`."""
+        self._thread.hurried = True
+        self.ledger.tell(aborted=True)
+        self._thread.wake.set()
 
     def desert(self, timeout: float) -> None:
         """The flusher has ended: a thread that still waits for what it would have done ends now."""

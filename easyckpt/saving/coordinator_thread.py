@@ -63,8 +63,9 @@ class CoordinatorParts:
 class CoordinatorThread:
     """Runs from construction until rank 0 has ended the job, or the ranks have lost each other.
 
-    Other threads share the `ledger` with it, which has a lock, and beside that only set `live`, `in_emergency` and
-    `deserted`, ring `alarms` and read `board`, which need none. `wake` has it look at once.
+    Other threads share the `ledger` with it, which has a lock, and beside that only set `live`, `in_emergency`,
+    `emergency_until`, `hurried` and `deserted`, ring `alarms` and read `board`, which need none. `wake` has it look at
+    once.
     """
 
     def __init__(self, parts: CoordinatorParts, ledger: Ledger) -> None:
@@ -73,6 +74,12 @@ class CoordinatorThread:
         """The training thread waits, and lends its live state as the snapshot of its step."""
         self.in_emergency = False
         """A signal has come, here or to another rank."""
+        self.emergency_until = 0.0
+        """Until when, by the monotonic clock, what the newest signal asks for is waited for."""
+        self.hurried = False
+        """Nobody waits for a signal's flush any more."""
+        self._given_up = 0
+        """Number of the newest emergency that is given up here."""
         self.deserted = False
         """The flusher has ended, and so has what this rank would do."""
         self.alarms = Alarms()
@@ -95,6 +102,11 @@ class CoordinatorThread:
         self._moved = time.monotonic()
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="easyckpt-coordinator", daemon=True).start()
+
+    def in_flush_for_signal(self) -> bool:
+        """Whether what a signal, here or at another rank, asks for is neither decided nor given up. From any thread."""
+        board = self.board
+        return self.alarms.waiting or (board.emergency > self._given_up and not board.emergency_over)
 
     def join(self, timeout: float) -> bool:
         """Wait for its end; False when it has not come within `timeout` seconds."""
@@ -138,6 +150,8 @@ class CoordinatorThread:
                 if _progress(board) != _progress(self.board):
                     self._moved = time.monotonic()
                 self._listen(board)
+        if self.hurried:
+            self.alarms.end()
         self._give_up_on_the_dead()
         self._check_silence()
         if deserted and not self._left:
@@ -145,9 +159,8 @@ class CoordinatorThread:
         return (self.board, self._posted) != before
 
     def _longest_pause(self) -> float:
-        post = self._ledger.post
-        emergency = self.alarms.waiting or (self.board.emergency and not self.board.emergency_over)
-        outstanding = self._ledger.pending() or self._participant.attempt or post.closing or emergency
+        post, flushes = self._ledger.post, self.in_flush_for_signal()
+        outstanding = self._ledger.pending() or self._participant.attempt or post.closing or flushes
         behind = any(meta.step > self._ledger.floor for meta in self._sealed())
         return SLOW_POLL_SECONDS / 5 if outstanding or behind else SLOW_POLL_SECONDS
 
@@ -228,6 +241,8 @@ class CoordinatorThread:
     def _listen(self, board: Board) -> None:
         decided = self._ledger.hear(board)
         self.in_emergency = self.in_emergency or board.emergency > 0
+        if board.emergency > self.board.emergency and not self.alarms.waiting:
+            self.emergency_until = time.monotonic() + self._parts.config.signal_deadline
         self.board = board
         for decision, promises in decided:
             self._parts.emit(_event_of(decision, self._participant.effort(decision.attempt or "")))
@@ -248,8 +263,10 @@ class CoordinatorThread:
 
     def _give_up_on_the_dead(self) -> None:
         """In an emergency nobody waits for a rank that is known to be dead."""
-        if self.alarms.waiting and (dead := self._parts.dead_peers()):
-            logger.warning("the emergency flush is given up: rank %s has died", ", ".join(map(str, dead)))
+        if self.in_flush_for_signal() and (dead := self._parts.dead_peers()):
+            rank, others = self._parts.ranks.rank, ", ".join(map(str, dead))
+            logger.warning("rank %d: the emergency flush is given up: rank %s has died", rank, others)
+            self._given_up = max(self.board.emergency, self.alarms.asked)
             self.alarms.give_up()
 
     def _check_silence(self) -> None:

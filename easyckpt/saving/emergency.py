@@ -44,22 +44,28 @@ class SignalWatcher:
     `flush(seconds)` has the newest snapshot flushed and waits that long for it; False when it takes longer. Afterwards
     the previous disposition takes effect, also when the main thread never comes back. So it is for each signal that
     comes; one of the same kind that comes meanwhile is the same to the program, as signals are.
+
+    A program that `takes_over` ends by itself, for which it gets the rest of `deadline` - but not once it is `stuck`.
     """
 
     def __init__(
         self,
         signals: Sequence[str],
         *,
+        rank: int,
         deadline: float,
         flush: Callable[[float], bool],
         takes_over: Callable[[], bool],
+        stuck: Callable[[], bool],
     ) -> None:
-        self._numbers = [signal.Signals[name] for name in signals]
-        self._deadline, self._flush, self._takes_over = deadline, flush, takes_over
+        self._numbers, self._rank = [signal.Signals[name] for name in signals], rank
+        self._deadline, self._flush, self._takes_over, self._stuck = deadline, flush, takes_over, stuck
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {}
         self._reached: set[int] = set()
         """Signals for which Python's handler was called, and which the watcher has not done its part of yet."""
+        self._flushed: set[int] = set()
+        """Signals whose flush has ended, while the program is given time to end by itself."""
         self._answered: set[int] = set()
         """Signals of which the watcher has done its part: the next call of Python's handler is for the effect."""
         self._own: list[int] = []
@@ -79,6 +85,11 @@ class SignalWatcher:
         _watching.add(self)
         self._thread = threading.Thread(target=self._run, name="easyckpt-signals", daemon=True)
         self._thread.start()
+
+    @property
+    def flushing(self) -> bool:
+        """On the main thread: whether a signal has come whose flush has not ended, if it has begun at all."""
+        return not self._ended.is_set() and bool(self._reached - self._flushed)
 
     def stop(self) -> None:
         """Put handlers and descriptor back. On the main thread; elsewhere they stay for now, and only pass on."""
@@ -201,11 +212,15 @@ class SignalWatcher:
 
     def _react(self, number: int, begun: float) -> None:
         name = signal.Signals(number).name
-        logger.warning("%s has come: the newest snapshot is flushed at once", name)
+        logger.warning("rank %d: %s has come: the newest snapshot is flushed at once", self._rank, name)
         if not self._flush(self._deadline):
-            logger.error("%s: the emergency flush did not end within %g s", name, self._deadline)
+            what = "the emergency flush did not end within"
+            logger.error("rank %d: %s: %s %g s", self._rank, name, what, self._deadline)
+        self._flushed.add(number)
         # A program that watches `preempted` ends its loop cleanly by itself; it is given the rest of the time.
         while self._takes_over() and time.monotonic() - begun < self._deadline and not self._ended.is_set():
+            if self._stuck():
+                break
             self._ended.wait(0.05)
 
     def _have_effect(self, number: int) -> None:
@@ -213,6 +228,7 @@ class SignalWatcher:
         self._answered.add(number)
         ours = number in self._reached or number in self._put_back or signal.getsignal(number) == self._handle
         self._reached.discard(number)
+        self._flushed.discard(number)
         if ours and not self._ended.is_set():
             self._redeliver(number)
         elif ours and not self._takes_over():

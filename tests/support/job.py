@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -48,6 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--without-with", action="store_true", help="neither with nor close()")
     parser.add_argument("--watch-preempted", action="store_true")
     parser.add_argument("--destroy-group", action="store_true", help="destroy the process group before close()")
+    parser.add_argument("--workers", type=int, default=0, help="take a batch from a loader with so many before a step")
     parser.add_argument("--apart", action="store_true", help="ranks without collectives: only easyckpt joins them")
     parser.add_argument("--layers", type=int, default=0, help="linear layers, used in another order than registered")
     parser.add_argument("--bucket-cap-mb", type=float, default=25.0)
@@ -63,6 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pause-seconds", type=float, default=0.0, help="... for so long, as a validation would")
     parser.add_argument("--then", choices=sorted(CHANGES), default="nothing", help="after the last step")
     parser.add_argument("--hears-late", type=float, default=0.0, help="seconds by which rank 0's board is read late")
+    parser.add_argument("--leads-late", type=float, default=0.0, help="the same for rank 0, from --pause-at on")
     parser.add_argument("--lag", type=float, default=0.0, help="seconds by which each step is longer")
     parser.add_argument("--slow-reads", type=float, default=0.0, help="seconds that storage takes for one read more")
     parser.add_argument("--wait-at-end", type=float, default=0.0, help="wait(this many seconds) after the last step")
@@ -142,7 +146,13 @@ class Net(nn.Module):
         return self.out(self.drop(torch.relu(self.norm(x))))
 
 
+def batches_of_workers(checkpointer: easyckpt.Checkpointer, workers: int) -> Iterator[torch.Tensor]:
+    loader = DataLoader(torch.zeros(100_000, 1), batch_size=2, num_workers=workers)
+    return checkpointer.batches(loader, 0)
+
+
 def serve_store() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent too outlives the ranks that it ends
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _store = dist.TCPStore(*place, None, True, wait_for_workers=False)
     while True:
@@ -268,7 +278,9 @@ def main() -> None:
                 first = restored.step
                 notes.write(restored=restored.step, tier=restored.tier, time=time.time(), seen=progress["seen"])
             loss = 0.0
+            batches = batches_of_workers(checkpointer, args.workers) if args.workers else itertools.repeat(None)
             for number in range(first + 1, args.steps + 1):
+                next(batches)
                 loss = step(number)
                 if number == args.grow_at:
                     GROWTH[args.grows](progress)
@@ -281,7 +293,10 @@ def main() -> None:
                 checkpointer.save_if_needed(number)
                 if mischief and number == args.tear_at:
                     written_to(next(net.parameters()))
+                if rank == 0 and number == args.pause_at:
+                    read_late(checkpointer, args.leads_late)
                 if mischief and number == args.pause_at:
+                    notes.write(pauses=number)
                     time.sleep(args.pause_seconds)
                 if mischief and number == args.die_at and not after_a_restart():
                     os.kill(os.getpid(), signal.SIGKILL)
