@@ -156,7 +156,7 @@ class Coordinator:
         """In place of `abort`: nothing is waited for, nor by who has called `emergency`."""
         self._thread.hurried = True
         self.ledger.tell(aborted=True)
-        self._thread.wake.set()
+        self._thread.wake.ring()
 
     def desert(self, timeout: float) -> None:
         """The flusher has ended: a thread that still waits for what it would have done ends now."""
