@@ -8,7 +8,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from easyckpt import ending, opening, wiring
+from easyckpt import ending, farewell, opening, wiring
 from easyckpt.config import CheckpointConfig
 from easyckpt.config_sources import resolve
 from easyckpt.distributed.mailbox import Mailbox
@@ -41,10 +41,6 @@ from easyckpt.state.rng import RNG, RngComponent, put_back
 logger = logging.getLogger("easyckpt")
 
 DATA = "easyckpt.data"
-#: Seconds that background threads get to write out logs and let go at the end.
-FAREWELL_SECONDS = 10.0
-#: Seconds that the coordinator's thread gets to end after that.
-LAST_WORDS_SECONDS = 1.0
 
 
 class Checkpointer:
@@ -108,7 +104,7 @@ class Checkpointer:
         undo.callback(self._events.close)
         self._opened, self._ranks = opening.open_root(path, config, ranks, self._channel, self._events)
         undo.callback(self._opened.arena.close, remove=False)
-        undo.callback(self._release_lease)
+        undo.callback(farewell.release_lease, self._opened, self._events)
         wiring.reserve(first, capture, self._opened, config)
         self._parts = wiring.join(
             self._opened,
@@ -123,7 +119,7 @@ class Checkpointer:
             undo=undo,
         )
         self._housekeeper = wiring.keep_house(self._parts, self._opened)
-        undo.callback(self._housekeeper.stop, FAREWELL_SECONDS)
+        undo.callback(self._housekeeper.stop, farewell.FAREWELL_SECONDS)
         self._saver, self._loader = Saver(self._parts), wiring.make_loader(self._parts)
         self._inside = self._parts.stager.inside
         self._step = -1
@@ -131,10 +127,11 @@ class Checkpointer:
         self._broken: EasyckptError | None = None
         self._closed = False
         self._undurable: EasyckptError | None = None
-        self._watches_preempted = self._storage_hangs = False
+        self._watches_preempted = False
         self._signals = wiring.watch_signals(
             self._parts, self._housekeeper, takes_over=lambda: self._watches_preempted, ends=lambda: self._closed
         )
+        self._farewell = farewell.Farewell(self._parts, self._opened, self._housekeeper, self._signals)
 
     @guarded
     def load(
@@ -290,14 +287,16 @@ class Checkpointer:
                 raise
             # After a load that was half applied nothing was saved, and that was raised before.
             self._undurable = error if self._broken is None else None
-        self._let_go(remove_arena=self._undurable is None and self._saver.all_committed(), linger=FAREWELL_SECONDS)
+        self._farewell.let_go(
+            remove_arena=self._undurable is None and self._saver.all_committed(), linger=farewell.FAREWELL_SECONDS
+        )
 
     def _end_interrupted(self) -> None:
         try:
             self._drain()
         finally:
             self._undurable = self._saver.lost("close() was interrupted")
-            self._let_go(remove_arena=False, linger=0.0)
+            self._farewell.let_go(remove_arena=False, linger=0.0)
 
     @guarded
     def abandon(self) -> None:
@@ -309,7 +308,7 @@ class Checkpointer:
         try:
             self._drain()
         finally:
-            self._let_go(remove_arena=False, linger=0.0)
+            self._farewell.let_go(remove_arena=False, linger=0.0)
 
     def _drain(self) -> None:
         coordinator = self._parts.coordinator
@@ -334,50 +333,6 @@ class Checkpointer:
             self.close()
         else:
             self.abandon()
-
-    def _let_go(self, *, remove_arena: bool, linger: float) -> None:
-        """Where one of these is interrupted, the others follow all the same."""
-        steps: list[Callable[[], object]] = [
-            self._parts.stager.close,
-            self._parts.accumulation.close,
-            self._end_flusher,
-            lambda: self._parts.coordinator.desert(LAST_WORDS_SECONDS),
-            self._end_housekeeping,
-            lambda: self._opened.arena.close(remove=remove_arena),
-            self._parts.mailbox.close,
-            lambda: self._channel.close(linger),
-            lambda: self._events.close(write=not self._storage_hangs),
-        ]
-        if self._signals is not None:
-            steps = [self._signals.stop, *steps, self._signals.pass_on]
-        with contextlib.ExitStack() as last_first:
-            for step in reversed(steps):
-                last_first.callback(step)
-
-    def _end_flusher(self) -> None:
-        self._storage_hangs = not self._parts.flusher.stop(FAREWELL_SECONDS)
-
-    def _end_housekeeping(self) -> None:
-        """The lease is given back by the housekeeper: a storage that hangs must not keep the process from ending.
-
-        It is not given back while a flush still runs: what that does to the root is done under this lease.
-        """
-        hangs, release = self._storage_hangs, self._release_lease
-        self._storage_hangs = not (self._housekeeper.stop(FAREWELL_SECONDS, _nothing if hangs else release)) or hangs
-        if self._storage_hangs:
-            logger.warning(
-                "%s has not answered for %g s: the newest log lines may be missing, and its lease is not given back; "
-                "it ends with this process, or when it has not been renewed for a while (lease_timeout)",
-                self._opened.storage.root,
-                FAREWELL_SECONDS,
-            )
-
-    def _release_lease(self) -> None:
-        if self._opened.lease is not None:
-            try:
-                self._opened.lease.release()
-            except (EasyckptError, OSError) as error:
-                self._events.emit(Warned(message=f"giving the lease back failed: {error}"))
 
     def _inert(self) -> bool:
         """In a forked child (a loader's worker) nothing is ours."""
@@ -419,9 +374,6 @@ def _as_int(value: Any) -> int:
         return operator.index(value)
     except TypeError:
         return -1
-
-
-def _nothing() -> None: ...
 
 
 __all__ = ["CheckpointConfig", "Checkpointer", "Restored"]

@@ -17,11 +17,11 @@ PROGRAM = """
 import json, pathlib, sys, threading, time
 import torch
 from torch import nn
-import easyckpt, easyckpt.engine
+import easyckpt, easyckpt.farewell
 from easyckpt import failpoints
 from easyckpt.storage.local import LocalStorage
 
-easyckpt.engine.FAREWELL_SECONDS = 1.0
+easyckpt.farewell.FAREWELL_SECONDS = 1.0
 root, case = sys.argv[1:]
 hangs, never, here = False, threading.Event(), threading.main_thread()
 

@@ -20,7 +20,13 @@ BASE = {"errors", "failpoints", "version"}
 BELOW = BASE | {"format"}
 TIERS = BELOW | {"memory", "distributed", "storage"}
 ROOMS_BELOW_SAVING = TIERS | {"state", "catalog", "verification", "config", "events", "event_kinds"}
-ENGINE = {"engine", "ending", "opening", "wiring"}  # the Checkpointer, how it ends, how it puts the rooms together
+ENGINE = {
+    "engine",
+    "ending",
+    "farewell",
+    "opening",
+    "wiring",
+}  # the Checkpointer, how it ends, how it puts the rooms together
 ENGINE_AND_BELOW = ROOMS_BELOW_SAVING | {"saving", "loading", "config_sources"} | ENGINE
 
 #: room -> what it may import besides itself. Imports go one way:

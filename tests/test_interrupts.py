@@ -13,16 +13,17 @@ PROGRAM = """
 import hashlib, sys
 import torch
 from torch import nn
-import easyckpt, easyckpt.engine
+import easyckpt, easyckpt.farewell
 
-easyckpt.engine.FAREWELL_SECONDS = 2.0
+easyckpt.farewell.FAREWELL_SECONDS = 2.0
 root, place = sys.argv[1], int(sys.argv[2])
 places = 0
 
 
 def interrupt(frame, event, argument):
     global places
-    if event in ("line", "return"):
+    ours = "/torch/" not in frame.f_code.co_filename  # (what is raised in a generator that torch drops is ignored)
+    if ours and event in ("line", "return"):
         places += 1
         if places == place:
             sys.settrace(None)
@@ -72,7 +73,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
 @pytest.mark.parametrize("share", [12, pytest.param(100, marks=pytest.mark.soak)])
 def test_an_interrupt_at_any_line_ends_the_job_which_goes_on_to_the_bit(tmp_path, straight, share):
     digest, count = straight
-    assert count > 1000
+    assert count > 500
     for place in sorted(random.Random(share).sample(range(1, count + 1), share)):
         root = tmp_path / str(place)
         code, _, stderr = run(root, place)

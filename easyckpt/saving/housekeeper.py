@@ -41,12 +41,12 @@ class Housekeeper:
         self._renewed = self._looked = time.monotonic()
         self._failing: set[str] = set()
         self._stopping = threading.Event()
-        self._last: Callable[[], None] = lambda: None
+        self._last: Callable[[], None] | None = None
         self._hurry, self._written = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="easyckpt-housekeeper", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout: float | None, last: Callable[[], None] = lambda: None) -> bool:
+    def stop(self, timeout: float | None, last: Callable[[], None] | None = None) -> bool:
         """Write out what is left, do `last` and end; False when storage does not let it within `timeout` seconds."""
         self._last = last
         self._stopping.set()
@@ -71,7 +71,8 @@ class Housekeeper:
         self._once()
         if self._metrics is not None and self._metrics.unwritten:
             logger.warning("%d lines of metrics could not be written and are lost", self._metrics.unwritten)
-        self._last()
+        if self._last is not None:
+            self._last()
 
     def _once(self) -> None:
         # First, since what is written goes into the root.

@@ -1,0 +1,82 @@
+"""How a Checkpointer lets go of what it holds: in order, each step whatever becomes of the others, in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+from easyckpt.errors import EasyckptError
+from easyckpt.events import EventLog, Warned
+from easyckpt.opening import OpenedRoot
+from easyckpt.saving.emergency import SignalWatcher
+from easyckpt.saving.housekeeper import Housekeeper
+from easyckpt.saving.saver import SaverParts
+
+logger = logging.getLogger("easyckpt")
+
+#: Seconds that background threads get to write out logs and let go at the end.
+FAREWELL_SECONDS = 10.0
+#: Seconds that the coordinator's thread gets to end after that.
+LAST_WORDS_SECONDS = 1.0
+
+
+class Farewell:
+    """Of one Checkpointer. A storage that hangs must not keep the process from ending."""
+
+    def __init__(
+        self, parts: SaverParts, opened: OpenedRoot, housekeeper: Housekeeper, signals: SignalWatcher | None
+    ) -> None:
+        self._parts, self._opened, self._housekeeper, self._signals = parts, opened, housekeeper, signals
+        self._storage_hangs = False
+
+    def let_go(self, *, remove_arena: bool, linger: float) -> None:
+        """Where one of the steps is interrupted, the others follow all the same.
+
+        `linger`: seconds that other ranks get to hear the last of what was said to them.
+        """
+        parts = self._parts
+        steps: list[Callable[[], object]] = [
+            parts.stager.close,
+            parts.accumulation.close,
+            self._end_flusher,
+            lambda: parts.coordinator.desert(LAST_WORDS_SECONDS),
+            self._end_housekeeping,
+            lambda: parts.arena.close(remove=remove_arena),
+            parts.mailbox.close,
+            lambda: parts.channel.close(linger),
+            lambda: parts.events.close(write=not self._storage_hangs),
+        ]
+        if self._signals is not None:
+            steps = [self._signals.stop, *steps, self._signals.pass_on]
+        with contextlib.ExitStack() as last_first:
+            for step in reversed(steps):
+                last_first.callback(step)
+
+    def _end_flusher(self) -> None:
+        self._storage_hangs = not self._parts.flusher.stop(FAREWELL_SECONDS)
+
+    def _end_housekeeping(self) -> None:
+        """The housekeeper gives the lease back - but not while a flush still runs: that goes on under this lease."""
+        keeps_lease = self._storage_hangs
+        if not self._housekeeper.stop(FAREWELL_SECONDS, None if keeps_lease else self._release_lease):
+            self._storage_hangs = True
+        if self._storage_hangs:
+            logger.warning(
+                "%s has not answered for %g s: the newest log lines may be missing, and its lease is not given back; "
+                "it ends with this process, or when it has not been renewed for a while (lease_timeout)",
+                self._opened.storage.root,
+                FAREWELL_SECONDS,
+            )
+
+    def _release_lease(self) -> None:
+        release_lease(self._opened, self._parts.events)
+
+
+def release_lease(opened: OpenedRoot, events: EventLog) -> None:
+    """Give the root back, where this rank owns it. What storage refuses is told."""
+    if opened.lease is not None:
+        try:
+            opened.lease.release()
+        except (EasyckptError, OSError) as error:
+            events.emit(Warned(message=f"giving the lease back failed: {error}"))
