@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,20 @@ def test_a_second_job_on_the_same_root_is_refused_while_the_first_lives(paths, t
     job.kill()
     third = jobs.run(root, notes, steps=5, settings=SETTINGS)  # at once: the owner is proven dead
     assert third.notes()[0]["tier"] == "memory"
+
+
+@pytest.mark.parametrize(("covered", "error"), [("run", "SaveFailed"), (".", "StorageError")])
+def test_a_root_that_the_nodes_do_not_share_is_told_before_anything_is_relied_on(paths, covered, error):
+    """At the first save, where the other node has a directory of that name; at once where it has none."""
+    if subprocess.run(["unshare", "--mount", "true"], check=False).returncode != 0:
+        pytest.skip("no mount namespace of its own is allowed here")
+    root, notes = paths
+    arguments = (f"--other-disk={root.parent / covered}", "--mischief-rank=1", "--step-seconds=0.05")
+    job = jobs.start(root, notes, *arguments, steps=20, ranks=2, settings=SETTINGS)
+    assert job.ends() == [1, 1]
+    assert job.last("error")[1] == error
+    assert all("on a file system that all nodes share?" in text for text in job.last("text"))
+    assert committed(root) == []
 
 
 @pytest.mark.parametrize("who", [0, 1])

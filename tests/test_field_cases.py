@@ -1,13 +1,13 @@
 """What went wrong for people elsewhere, each as a test named after the symptom.
 
-Cases that need ranks or dying processes stand in the scenario files (test_ranks_that_die, test_kill_campaign,
-test_crash_failpoints, test_power_cut, test_timelines, test_endings), those of loaders in test_data_position.
+Cases that need ranks or dying processes stand in the scenario files; CASES.md names the test of each.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -369,3 +369,14 @@ def test_a_small_shared_memory_is_noticed_beforehand(root, tmpfs, caplog):
         checkpointer.save_if_needed(1)
     assert steps_of(root) == [1]
     assert any("private memory" in record.message for record in caplog.records)
+
+
+def test_every_case_names_tests_that_exist():
+    here = Path(__file__).parent
+    rows = [line for line in (here / "CASES.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 30
+    for row in rows:
+        named = re.findall(r"`(\w+)::(\w+)`", row)
+        assert named, row
+        for module, test in named:
+            assert re.search(rf"^def {test}\(", (here / f"{module}.py").read_text(), re.MULTILINE), (module, test)
