@@ -55,7 +55,9 @@ class Checkpointer:
         process_group: the ranks that save together; the default group where one is initialised.
         settings: every field of CheckpointConfig, by name; its docstring explains each.
 
-    A signal handler may look at `preempted` and `stats()`. Whatever else it calls raises UsageError where it interrupts
+    One thread at a time may call it; `preempted` and `stats()` may be looked at from any.
+
+    A signal handler may look at these two. Whatever else it calls raises UsageError where it interrupts
     another call, or the hook before an optimizer step: set a flag there, and save in the training loop.
 
     Raises ConfigError for a wrong setting, UnsupportedValue for a state that cannot be kept exactly, RootInUse when
