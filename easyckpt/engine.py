@@ -305,9 +305,9 @@ class Checkpointer:
         """End after an exception: start nothing new, drain for a bounded time, keep what is in memory."""
         if self._inert() or self._closed:
             return
-        self._closed = True
-        ending.forget(self)
         try:
+            self._closed = True
+            ending.forget(self)
             self._drain()
         finally:
             self._farewell.let_go(remove_arena=False, linger=0.0)

@@ -90,7 +90,8 @@ class _DeferredHandler(logging.Handler):
         while at is not None:
             handlers += at.handlers
             at = at.parent if at.propagate else None
-        return handlers[0] is self and all(isinstance(handler, _DeferredHandler) for handler in handlers)
+        others = [handler for handler in handlers if not isinstance(handler, _DeferredHandler)]
+        return not others and handlers[:1] == [self]
 
 
 def _appendable(path: str) -> str:

@@ -28,7 +28,8 @@ class Farewell:
         self, parts: SaverParts, opened: OpenedRoot, housekeeper: Housekeeper, signals: SignalWatcher | None
     ) -> None:
         self._parts, self._opened, self._housekeeper, self._signals = parts, opened, housekeeper, signals
-        self._storage_hangs = False
+        self._hangs = ""
+        """What has not ended in time, in words."""
 
     def let_go(self, *, remove_arena: bool, linger: float) -> None:
         """Where one of the steps is interrupted, the others follow all the same.
@@ -41,11 +42,12 @@ class Farewell:
             parts.accumulation.close,
             self._end_flusher,
             lambda: parts.coordinator.desert(LAST_WORDS_SECONDS),
+            lambda: self._housekeeper.ask_to_stop(self._last_duty()),
             self._end_housekeeping,
-            lambda: parts.arena.close(remove=remove_arena),
+            lambda: parts.arena.close(remove=remove_arena, keep_owner=self._hangs != ""),
             parts.mailbox.close,
             lambda: parts.channel.close(linger),
-            lambda: parts.events.close(write=not self._storage_hangs),
+            lambda: parts.events.close(write=self._hangs == ""),
         ]
         if self._signals is not None:
             steps = [self._signals.stop, *steps, self._signals.pass_on]
@@ -54,23 +56,24 @@ class Farewell:
                 last_first.callback(step)
 
     def _end_flusher(self) -> None:
-        self._storage_hangs = not self._parts.flusher.stop(FAREWELL_SECONDS)
+        self._hangs = "a flush is still running"  # also where Ctrl-C ends the waiting
+        if self._parts.flusher.stop(FAREWELL_SECONDS):
+            self._hangs = ""
+
+    def _last_duty(self) -> Callable[[], None] | None:
+        """What the housekeeper is to do last: give the lease back. Not while a flush runs, which goes on under it."""
+        return None if self._hangs else lambda: release_lease(self._opened, self._parts.events)
 
     def _end_housekeeping(self) -> None:
-        """The housekeeper gives the lease back - but not while a flush still runs: that goes on under this lease."""
-        keeps_lease = self._storage_hangs
-        if not self._housekeeper.stop(FAREWELL_SECONDS, None if keeps_lease else self._release_lease):
-            self._storage_hangs = True
-        if self._storage_hangs:
+        if not self._housekeeper.stop(FAREWELL_SECONDS, self._last_duty()):
+            self._hangs = self._hangs or "storage does not answer"
+        if self._hangs:
             logger.warning(
-                "%s has not answered for %g s: the newest log lines may be missing, and its lease is not given back; "
-                "it ends with this process, or when it has not been renewed for a while (lease_timeout)",
+                "%s: %s after %g s: the newest log lines may be missing, and this process owns the root until it ends",
                 self._opened.storage.root,
+                self._hangs,
                 FAREWELL_SECONDS,
             )
-
-    def _release_lease(self) -> None:
-        release_lease(self._opened, self._parts.events)
 
 
 def release_lease(opened: OpenedRoot, events: EventLog) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,6 +28,8 @@ from easyckpt.saving.line import new_root
 from easyckpt.storage.lease import Lease
 from easyckpt.storage.lease_chain import place_of
 from easyckpt.storage.local import LocalStorage
+
+ROOT_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,7 @@ def open_root(
     arena: Arena | None = None
     failure: Exception | None = None
     try:
-        _see_root(storage, ranks)
+        _see_root(storage, ranks, config.peer_timeout / 2)
         arena = _own_arena(directory, in_memory, identity, ranks, config)
     except RootInUse as error:
         failure = RootInUse(f"{storage.root} is in use: {error}")
@@ -103,7 +107,13 @@ def _identify(storage: LocalStorage) -> dict[str, str]:
     }
 
 
-def _see_root(storage: LocalStorage, ranks: Ranks) -> None:
+def _see_root(storage: LocalStorage, ranks: Ranks, timeout: float) -> None:
+    """A network file system may remember for a while that the root was not there yet."""
+    deadline = time.monotonic() + timeout
+    while not os.path.isdir(storage.root) and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            os.listdir(os.path.dirname(storage.root))  # has it look again
+        time.sleep(ROOT_POLL_SECONDS)
     if not os.path.isdir(storage.root):
         raise StorageError(
             f"rank {ranks.rank} does not see {storage.root}, which rank 0 has opened: is the root on a file system "

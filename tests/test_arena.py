@@ -130,6 +130,18 @@ def test_a_slot_that_cannot_be_prepared_is_raised_once_and_tried_again(directory
     assert [path.name for path in directory.iterdir() if path.suffix == ".3"] == []  # what failed has left nothing
 
 
+def test_a_thread_that_cannot_be_started_is_waited_for_by_nobody(memory_dir, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    arena = make(memory_dir)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            arena.ensure(MIB, MIB)
+    arena.close(remove=True)
+
+
 def test_a_failure_that_nobody_was_told_of_is_logged_at_the_end(directory, caplog):
     arena = make(directory)
     failpoints.arm("supply.prepared=error:EIO")

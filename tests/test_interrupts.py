@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of a save or of the hook before an optimizer step: the job ends, and goes on to the bit."""
+"""Ctrl-C at any line of a save, of the hook before a step, or of the end: the job ends, and goes on to the bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch import nn
 import easyckpt, easyckpt.farewell
 
 easyckpt.farewell.FAREWELL_SECONDS = 2.0
-root, place = sys.argv[1], int(sys.argv[2])
+root, where, place = sys.argv[1], sys.argv[2], int(sys.argv[3])
+training = where == "training" and place
 places = 0
 
 
@@ -41,13 +42,16 @@ with easyckpt.Checkpointer(root, state, **settings) as checkpointer:
     print("restored", restored.step, flush=True)
     for step in range(restored.step + 1, 13):
         model(torch.randn(4, 96)).square().sum().backward()
-        sys.settrace(interrupt if step == 8 and place else None)  # its hook ends the window of step 7
+        sys.settrace(interrupt if step == 8 and training else None)  # its hook ends the window of step 7
         optimizer.step()
         sys.settrace(None)
         optimizer.zero_grad()
-        sys.settrace(interrupt if step == 7 and place else None)
+        sys.settrace(interrupt if step == 7 and training else None)
         checkpointer.save_if_needed(step)
         sys.settrace(None)
+    sys.settrace(interrupt if where == "end" and place else None)
+    checkpointer.close()
+    sys.settrace(None)
 digest = hashlib.sha256()
 for tensor in [*model.state_dict().values(), torch.get_rng_state()]:
     digest.update(tensor.numpy().tobytes())
@@ -55,32 +59,29 @@ print("digest", digest.hexdigest(), "places", places, flush=True)
 """
 
 
-def run(root: Path, place: int) -> tuple[int, list[str], str]:
+def run(root: Path, where: str, place: int) -> tuple[int, list[str], str]:
     """(exit code, words that were printed, standard error)"""
-    child = fork_program(PROGRAM, root, place, directory=root.parent)
+    child = fork_program(PROGRAM, root, where, place, directory=root.parent)
     printed, stderr = child.communicate(100)
     return int(child.returncode or 0), printed.split(), stderr
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
-    """(digest, how many places there are) of a job that nobody interrupts."""
-    code, words, stderr = run(tmp_path_factory.mktemp("straight") / "run", 1_000_000)
+@pytest.mark.parametrize("where", ["training", "end"])
+@pytest.mark.parametrize("share", [8, pytest.param(100, marks=pytest.mark.soak)])
+def test_an_interrupt_at_any_line_ends_the_job_which_goes_on_to_the_bit(tmp_path, where, share):
+    code, words, stderr = run(tmp_path / "straight", where, 1_000_000)
     assert code == 0, stderr
-    return words[3], int(words[5])
-
-
-@pytest.mark.parametrize("share", [12, pytest.param(100, marks=pytest.mark.soak)])
-def test_an_interrupt_at_any_line_ends_the_job_which_goes_on_to_the_bit(tmp_path, straight, share):
-    digest, count = straight
+    digest, count = words[3], int(words[5])
     assert count > 500
     for place in sorted(random.Random(share).sample(range(1, count + 1), share)):
         root = tmp_path / str(place)
-        code, _, stderr = run(root, place)
+        code, _, stderr = run(root, where, place)
+        if code == 0 and "KeyboardInterrupt" not in stderr:
+            assert where == "end"  # how often it looks for the end of a thread differs: there was no such place
+            continue
         assert code != 0, (place, stderr)
-        assert "KeyboardInterrupt" in stderr, (place, stderr)
         assert "UsageError" not in stderr, (place, stderr)
-        code, words, stderr = run(root, 0)
+        code, words, stderr = run(root, where, 0)
         assert code == 0, (place, stderr)
-        assert int(words[1]) >= 6, (place, words)
+        assert int(words[1]) >= (6 if where == "training" else 11), (place, words)
         assert words[3] == digest, (place, words)

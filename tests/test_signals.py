@@ -53,6 +53,28 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+IGNORED = """
+import threading
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+checkpointer = make()
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+wide = torch.ones(1200, 1200)
+end = time.monotonic() + 1.0
+with checkpointer:
+    torch.linalg.multi_dot([wide] * 60)  # one long call of C, within which the signal comes
+    while time.monotonic() < end:
+        time.sleep(0.05)
+    print("came through", flush=True)
+    1 / 0
+"""
+
+
+def test_a_signal_that_is_ignored_ends_nothing_and_holds_up_no_end(root):
+    code, printed = run(root, IGNORED)
+    assert code == 1
+    assert "came through" in printed
+
+
 @pytest.mark.parametrize("how", ["fork", "multiprocessing", "thread"])
 def test_a_signal_to_a_forked_child_is_the_childs_alone(root, how):
     """A child shares the wakeup descriptor: `Pool.terminate()` would end the training."""

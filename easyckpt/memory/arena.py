@@ -213,8 +213,11 @@ class Arena:
             self._warned = True
             _log.warning(_REMOVED, self.rank, self.directory, user_name())
 
-    def close(self, remove: bool) -> None:
-        """Stop the background work and let go of the slots; `remove` their files, else they stay for a restart."""
+    def close(self, remove: bool, *, keep_owner: bool = False) -> None:
+        """Stop the background work and let go of the slots; `remove` their files, else they stay for a restart.
+
+        With `keep_owner` other processes see the owner alive until this process ends.
+        """
         if self._inert():
             return
         self._closing = True
@@ -227,7 +230,8 @@ class Arena:
             slot.close(unlink=remove)
         if remove:
             failpoints.hit(_REMOVING)
-        self._owner.release(unlink=remove)
+        if not keep_owner:
+            self._owner.release(unlink=remove)
 
     # Ownership.
 

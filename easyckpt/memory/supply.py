@@ -98,7 +98,12 @@ class Supply:
         self._again = True
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="easyckpt-arena", daemon=True)
-            self._worker.start()
+            try:
+                self._worker.start()
+            except BaseException:
+                if self._worker.ident is None:  # no thread could be started: nobody is to wait for it
+                    self._worker = None
+                raise
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until nothing is left to do."""

@@ -29,7 +29,7 @@ from easyckpt.saving.ledger import Ledger
 from easyckpt.saving.live import LiveSnapshot
 from easyckpt.saving.messages import Board, Decision, Flush, Post, Report, dump, load_board, load_post
 from easyckpt.saving.participant import Participant
-from easyckpt.saving.waking import Bell
+from easyckpt.saving.waking import Bell, Latch
 from easyckpt.saving.worker import give_way
 from easyckpt.saving.writer import SnapshotBytes
 
@@ -100,7 +100,7 @@ class CoordinatorThread:
         self._left = False
         self._beat_seconds = parts.config.peer_timeout / BEATS_IN_PEER_TIMEOUT
         self._moved = time.monotonic()
-        self._ended = threading.Event()
+        self._ended = Latch()
         threading.Thread(target=self._run, name="easyckpt-coordinator", daemon=True).start()
 
     def in_flush_for_signal(self) -> bool:

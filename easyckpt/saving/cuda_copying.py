@@ -9,7 +9,6 @@ CPU tensors (generators, counters, an optimizer's step numbers) are copied at on
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from easyckpt.memory.slot import Slot
 from easyckpt.saving.copying import Arrival, CpuCopier, LiveLeaves, copy_now, differing_on_cpu
 from easyckpt.saving.raw_memory import bytes_at
+from easyckpt.saving.waking import Latch
 from easyckpt.saving.worker import Result, Worker
 from easyckpt.state.capture import Capture
 
@@ -54,7 +54,7 @@ class CudaCopyJob(Arrival):
         self.memory = dict(zip(numbers, map(torch.Tensor.detach, sources), strict=True))
         self.early_events = {device: _event() for device in plan.devices}
         self.late_events = {device: _event() for device in plan.devices}
-        self.launched = threading.Event()
+        self.launched = Latch()
 
     def wait_before_step(self) -> None:
         """The host waits until all copies are enqueued, the compute streams until they are done."""

@@ -62,8 +62,8 @@ class SignalWatcher:
         self._deadline, self._flush, self._takes_over, self._stuck = deadline, flush, takes_over, stuck
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {}
-        self._reached: set[int] = set()
-        """Signals for which Python's handler was called, and which the watcher has not done its part of yet."""
+        self._reached: dict[int, float] = {}
+        """Signals for which Python's handler was called, and when; the watcher has not done its part of them yet."""
         self._flushed: set[int] = set()
         """Signals whose flush has ended, while the program is given time to end by itself."""
         self._answered: set[int] = set()
@@ -89,7 +89,9 @@ class SignalWatcher:
     @property
     def flushing(self) -> bool:
         """On the main thread: whether a signal has come whose flush has not ended, if it has begun at all."""
-        return not self._ended.is_set() and bool(self._reached - self._flushed)
+        soonest = time.monotonic() - self._deadline  # what came before is waited for no longer, whatever became of it
+        reached = dict(self._reached).items()
+        return not self._ended.is_set() and any(at > soonest and n not in self._flushed for n, at in reached)
 
     def stop(self) -> None:
         """Put handlers and descriptor back. On the main thread; elsewhere they stay for now, and only pass on."""
@@ -163,7 +165,7 @@ class SignalWatcher:
         """Python's handler, on the main thread, whenever it gets there. Takes no lock."""
         previous = self._previous.get(number)
         if os.getpid() == self._pid and not self._ended.is_set() and number not in self._answered:
-            self._reached.add(number)
+            self._reached[number] = time.monotonic()
             with contextlib.suppress(OSError):  # somebody (asyncio) may have taken the wakeup descriptor since
                 os.write(self._write_fd, bytes([_FROM_PYTHON | number]))
             return
@@ -227,7 +229,7 @@ class SignalWatcher:
         # A handler that the program has put over ours has run, or will: what it does not pass on to ours ends there.
         self._answered.add(number)
         ours = number in self._reached or number in self._put_back or signal.getsignal(number) == self._handle
-        self._reached.discard(number)
+        self._reached.pop(number, None)
         self._flushed.discard(number)
         if ours and not self._ended.is_set():
             self._redeliver(number)

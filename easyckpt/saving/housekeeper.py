@@ -46,11 +46,15 @@ class Housekeeper:
         self._thread = threading.Thread(target=self._run, name="easyckpt-housekeeper", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout: float | None, last: Callable[[], None] | None = None) -> bool:
-        """Write out what is left, do `last` and end; False when storage does not let it within `timeout` seconds."""
+    def ask_to_stop(self, last: Callable[[], None] | None = None) -> None:
+        """Have it write out what is left, do `last` and end."""
         self._last = last
         self._stopping.set()
         self._hurry.set()
+
+    def stop(self, timeout: float | None, last: Callable[[], None] | None = None) -> bool:
+        """`ask_to_stop`, and wait; False when storage does not let it end within `timeout` seconds."""
+        self.ask_to_stop(last)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 

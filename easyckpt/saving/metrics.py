@@ -32,6 +32,8 @@ CARRIED = 256
 
 Entry = tuple[int, float, dict[str, Any]]
 """Step, Unix time, values by name."""
+NOTHING = (-1.0, 0.0)
+"""Step and time before all lines."""
 
 
 class Metrics:
@@ -101,9 +103,9 @@ class Metrics:
                 self._lines.append((step, _line(step, moment, values)))
             if self._lines:
                 storage.append(layout.METRICS, b"".join(line for _, line in self._lines))
-                for _ in self._lines:
+                written, self._lines = len(self._lines), []
+                for _ in range(min(written, len(self._unwritten))):
                     self._unwritten.popleft()
-                self._lines.clear()
         if self._lost > self._told_lost:
             self._told_lost = self._lost
             logger.warning("%d lines of metrics were dropped: they came faster than they were written", self._lost)
@@ -121,8 +123,8 @@ class Metrics:
             self._lines = [line for line in self._lines if line[0] <= step]
             self._queue = collections.deque(entry for entry in self._queue if entry[0] <= step)
             kept = [entry for entry in self._unwritten if entry[0] <= step]
-            written = max(_cut_file(storage, step), max((entry[0] for entry in kept), default=-1))
-            again = [entry for entry in self._restored if written < entry[0] <= step]
+            written = max(_cut_file(storage, step), max((entry[:2] for entry in kept), default=NOTHING))
+            again = [entry for entry in self._restored if written < entry[:2] and entry[0] <= step]
             self._lines += [(entry[0], _line(*entry)) for entry in again]
             early, self._early = self._early or (), None  # first: training may go on taking
             self._queue.extend(early)
@@ -158,23 +160,24 @@ def _without_tensors(entry: Entry) -> Entry:
     return step, moment, {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
 
 
-def _cut_file(storage: Storage, step: int) -> float:
-    """Drop the lines past `step`; returns the newest step that is left (-1: none)."""
+def _cut_file(storage: Storage, step: int) -> tuple[float, float]:
+    """Drop the lines past `step`; returns step and time of the newest one that is left."""
     if not storage.exists(layout.METRICS):
-        return -1
+        return NOTHING
     data = storage.read(layout.METRICS)
-    kept = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n") and _step_of(line) <= step]
+    kept = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n") and _moment_of(line)[0] <= step]
     if sum(map(len, kept)) != len(data):
         storage.replace(layout.METRICS, b"".join(kept))
-    return max(map(_step_of, kept), default=-1)
+    return max(map(_moment_of, kept), default=NOTHING)
 
 
-def _step_of(line: bytes) -> float:
+def _moment_of(line: bytes) -> tuple[float, float]:
+    """Step and time of a line; infinity where it is none."""
     try:
         record = json.loads(line)
-        return float(record["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        return float(record["step"]), float(record.get("time", 0.0))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return math.inf, math.inf
 
 
 def _line(step: int, moment: float, values: dict[str, Any]) -> bytes:

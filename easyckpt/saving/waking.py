@@ -7,6 +7,7 @@ their lock locked, and whoever waits next waits for ever.
 from __future__ import annotations
 
 import queue
+import time
 
 
 class Bell:
@@ -45,8 +46,13 @@ class Latch:
         """Whether it has happened."""
         return self._happened
 
-    def wait(self) -> None:
-        """Until it has happened."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until it has happened; False when it has not within `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not self._happened:
-            self._told.get()
+            try:
+                self._told.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return self._happened
         self._told.put(None)  # for whoever else waits
+        return True
