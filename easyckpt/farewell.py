@@ -40,8 +40,9 @@ class Farewell:
         steps: list[Callable[[], object]] = [
             parts.stager.close,
             parts.accumulation.close,
-            self._end_flusher,
+            lambda: self._end_flusher(FAREWELL_SECONDS),
             lambda: parts.coordinator.desert(LAST_WORDS_SECONDS),
+            lambda: self._end_flusher(LAST_WORDS_SECONDS),  # Ctrl-C may have ended the waiting at once
             lambda: self._housekeeper.ask_to_stop(self._last_duty()),
             self._end_housekeeping,
             lambda: parts.arena.close(remove=remove_arena, keep_owner=self._hangs != ""),
@@ -55,9 +56,9 @@ class Farewell:
             for step in reversed(steps):
                 last_first.callback(step)
 
-    def _end_flusher(self) -> None:
+    def _end_flusher(self, seconds: float) -> None:
         self._hangs = "a flush is still running"  # also where Ctrl-C ends the waiting
-        if self._parts.flusher.stop(FAREWELL_SECONDS):
+        if self._parts.flusher.stop(seconds):
             self._hangs = ""
 
     def _last_duty(self) -> Callable[[], None] | None:

@@ -29,7 +29,8 @@ from easyckpt.storage.lease import Lease
 from easyckpt.storage.lease_chain import place_of
 from easyckpt.storage.local import LocalStorage
 
-ROOT_POLL_SECONDS = 0.1
+#: How long a rank looks for the root that rank 0 has opened, and between two looks.
+ROOT_SECONDS, ROOT_POLL_SECONDS = 5.0, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ def open_root(
     arena: Arena | None = None
     failure: Exception | None = None
     try:
-        _see_root(storage, ranks, config.peer_timeout / 2)
+        _see_root(storage, ranks, min(ROOT_SECONDS, config.peer_timeout / 2))
         arena = _own_arena(directory, in_memory, identity, ranks, config)
     except RootInUse as error:
         failure = RootInUse(f"{storage.root} is in use: {error}")

@@ -293,6 +293,7 @@ for part in {owner!r}:
 original = getattr(owner, {name!r})
 
 def interrupted(*arguments):
+    object.__setattr__(owner, {name!r}, original)
     os.kill(os.getpid(), signal.SIGINT)
     original(*arguments)
 

@@ -110,7 +110,6 @@ class CoordinatorThread:
 
     def join(self, timeout: float) -> bool:
         """Wait for its end; False when it has not come within `timeout` seconds."""
-        # Not the thread's own join: after one that Ctrl-C has interrupted, some Pythons take a thread for ended.
         return self._ended.wait(timeout)
 
     # Everything below runs on the thread itself.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from easyckpt.errors import LeaseLost
 from easyckpt.events import EventLog
 from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.waking import Bell, Latch
 from easyckpt.saving.worker import give_way
 from easyckpt.storage.base import Storage
 from easyckpt.storage.lease import Lease
@@ -40,38 +41,41 @@ class Housekeeper:
         self._look_after_memory = look_after_memory
         self._renewed = self._looked = time.monotonic()
         self._failing: set[str] = set()
-        self._stopping = threading.Event()
+        self._stopping = False
         self._last: Callable[[], None] | None = None
-        self._hurry, self._written = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="easyckpt-housekeeper", daemon=True)
-        self._thread.start()
+        self._bell, self._written, self._ended = Bell(), Latch(), Latch()
+        threading.Thread(target=self._run, name="easyckpt-housekeeper", daemon=True).start()
 
     def ask_to_stop(self, last: Callable[[], None] | None = None) -> None:
         """Have it write out what is left, do `last` and end."""
         self._last = last
-        self._stopping.set()
-        self._hurry.set()
+        self._stopping = True
+        self._bell.ring()
 
     def stop(self, timeout: float | None, last: Callable[[], None] | None = None) -> bool:
         """`ask_to_stop`, and wait; False when storage does not let it end within `timeout` seconds."""
         self.ask_to_stop(last)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return self._ended.wait(timeout)
 
     def write_now(self, timeout: float) -> bool:
         """Have everything written that was said so far; False when storage does not let it within `timeout` seconds."""
-        self._written.clear()
-        self._hurry.set()
-        return self._written.wait(timeout)
+        self._written = written = Latch()
+        self._bell.ring()
+        return written.wait(timeout)
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._ended.set()
+
+    def _work(self) -> None:
         give_way()
-        while not self._stopping.is_set():
-            asked = self._hurry.wait(PERIOD_SECONDS)
-            self._hurry.clear()
+        while not self._stopping:
+            self._bell.wait(PERIOD_SECONDS)
+            written = self._written
             self._once()
-            if asked:
-                self._written.set()
+            written.set()
         self._once()
         if self._metrics is not None and self._metrics.unwritten:
             logger.warning("%d lines of metrics could not be written and are lost", self._metrics.unwritten)

@@ -39,8 +39,9 @@ class Latch:
 
     def set(self) -> None:
         """It has happened. From any thread."""
-        self._happened = True
-        self._told.put(None)
+        if not self._happened:
+            self._happened = True
+            self._told.put(None)
 
     def is_set(self) -> bool:
         """Whether it has happened."""
@@ -54,5 +55,5 @@ class Latch:
                 self._told.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return self._happened
-        self._told.put(None)  # for whoever else waits
+            self._told.put(None)  # for whoever else waits
         return True

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from easyckpt.saving.waking import Latch
+
 Result = TypeVar("Result")
 
 
@@ -34,8 +36,8 @@ class Worker:
         """`gives_way` False: for code of the user's, whose threads and processes would inherit the policy."""
         self._gives_way = gives_way
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._ended = Latch()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, job: Callable[[], Result]) -> Future[Result]:
         """Run `job` after all handed over before; returns its result as a Future, which can be cancelled until then."""
@@ -55,8 +57,8 @@ class Worker:
     def stop(self, timeout: float | None) -> bool:
         """Let the jobs handed over so far finish; returns False when they did not within `timeout` seconds."""
         self._jobs.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        # Not the thread's own join: after one that Ctrl-C has interrupted, some Pythons take a thread for ended.
+        return self._ended.wait(timeout)
 
     def _run(self) -> None:
         if self._gives_way:
@@ -64,3 +66,4 @@ class Worker:
         while (job := self._jobs.get()) is not None:
             job()
             del job  # what a finished job refers to must not live until the next one comes
+        self._ended.set()
