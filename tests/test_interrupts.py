@@ -75,11 +75,13 @@ def test_an_interrupt_at_any_line_ends_the_job_which_goes_on_to_the_bit(tmp_path
     assert count > 500
     for place in sorted(random.Random(share).sample(range(1, count + 1), share)):
         root = tmp_path / str(place)
-        code, _, stderr = run(root, where, place)
-        if code == 0 and "KeyboardInterrupt" not in stderr:
-            assert where == "end"  # how often it looks for the end of a thread differs: there was no such place
+        code, words, stderr = run(root, where, place)
+        if code == 0:
+            # How often it looks for the end of a thread differs, so there may be no such place; and what is raised in a
+            # finalizer Python ignores.
+            assert where == "end" or "Exception ignored" in stderr, (place, stderr)
+            assert words[3] == digest, (place, words)
             continue
-        assert code != 0, (place, stderr)
         assert "UsageError" not in stderr, (place, stderr)
         code, words, stderr = run(root, where, 0)
         assert code == 0, (place, stderr)
