@@ -53,6 +53,32 @@ def test_every_kind_of_tensor_is_copied_exactly(rig_of: Callable[..., Rig], kind
     assert rig.sealed == [1]
 
 
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_thousands_of_tiny_tensors_are_copied_exactly_wherever_they_move(
+    rig_of: Callable[..., Rig], itemsize: int
+) -> None:
+    """A component may hand over fresh tensors at each save: of the same form, at addresses aligned as no plan knows."""
+
+    class Moving:
+        def __init__(self) -> None:
+            self.pool = torch.randint(0, 256, (600 * 24 + 64,), dtype=torch.uint8)
+            self.begin = 0
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {str(n): self.pool[self.begin + 24 * n :][:24] for n in range(600)}
+
+        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+            raise NotImplementedError
+
+    moving = Moving()
+    rig = rig_of({"moving": moving})
+    for step, begin in enumerate((0, itemsize, 3 * itemsize, 16, 0), start=1):
+        moving.begin = begin
+        rig.save(step)
+    rig.end()
+    assert rig.sealed == [1, 2, 3, 4, 5]
+
+
 def test_late_leaves_of_odd_form_are_copied_exactly(
     rig_of: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,11 +132,13 @@ def test_large_moves_let_go_of_the_gil() -> None:
     assert raw_memory.move_small._flags_ & holds  # type: ignore[attr-defined]
 
 
-def test_words_at_addresses() -> None:
-    values = torch.arange(100_000, dtype=torch.int32)
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_words_at_addresses(kind: torch.dtype) -> None:
+    values = torch.randint(0, 100, (100_000,), dtype=kind)
     picks = torch.randint(0, 100_000, (30_000,))
-    assert torch.equal(raw_memory.words_at(values.data_ptr() + 4 * picks), values[picks])
-    assert raw_memory.words_at(torch.empty(0, dtype=torch.int64)).numel() == 0
+    numbers = raw_memory.word_number(values.data_ptr() + kind.itemsize * picks, kind.itemsize)
+    assert torch.equal(raw_memory.words_at(numbers, kind), values[picks])
+    assert raw_memory.words_at(torch.empty(0, dtype=torch.int64), kind).numel() == 0
 
 
 POOL = """

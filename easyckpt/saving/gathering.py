@@ -5,7 +5,6 @@ A move for each of 20,000 tensors costs a training thread 20 to 30 ms, this 5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import itemgetter
 
 import torch
@@ -15,8 +14,10 @@ from easyckpt.saving import raw_memory
 from easyckpt.saving.raw_memory import WORD
 from easyckpt.state.capture import Capture
 
-#: Each word needs 16 bytes of memory to say whence and where to: at most 1 KB a tensor.
+#: Each word needs 16 bytes of memory to say whence and whither: mostly 1 KB a tensor at most.
 TINY_BYTES = 256
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_NOWHERE = torch.empty(0, dtype=torch.int64)
 #: Fewer are moved one by one: below that the calls cost more than the moves.
 WORTH_IT = 512
 
@@ -27,28 +28,37 @@ class Gather:
     def __init__(self, capture: Capture, numbers: list[int]) -> None:
         leaves = [capture.layout.leaves[number] for number in numbers]
         self._pick = itemgetter(*numbers)
-        self._words = torch.tensor([leaf.nbytes // WORD for leaf in leaves], dtype=torch.int64)
-        self._places = self._each_word([leaf.offset for leaf in leaves]) // WORD
+        self._sizes = torch.tensor([leaf.nbytes for leaf in leaves], dtype=torch.int64)
+        self._offsets = torch.tensor([leaf.offset for leaf in leaves], dtype=torch.int64)
         self._pointers: tuple[int, ...] = ()
-        self._addresses = torch.empty(0, dtype=torch.int64)
+        self._type, self._whence, self._whither = torch.int64, _NOWHERE, _NOWHERE
 
     def copy(self, capture: Capture, slot: Slot) -> None:
         """Copy before returning."""
-        image = raw_memory.bytes_at(slot.address, slot.image_capacity).view(torch.int32)
-        image.index_copy_(0, self._places, self.words(capture))
+        words = self.words(capture)
+        raw_memory.bytes_at(slot.address, slot.image_capacity).view(self._type).index_copy_(0, self._whither, words)
 
     def words(self, capture: Capture) -> torch.Tensor:
         """What is in the leaves now, one after the other in the order of `numbers`."""
         pointers = self._pick(capture.pointers)
         if pointers != self._pointers:
-            self._pointers, self._addresses = pointers, self._each_word(pointers)
-        return raw_memory.words_at(self._addresses)
+            self._aim(torch.tensor(pointers, dtype=torch.int64))
+            self._pointers = pointers
+        return raw_memory.words_at(self._whence, self._type)
 
-    def _each_word(self, starts: Sequence[int]) -> torch.Tensor:
-        """Where each word of each leaf is, given where the leaves begin."""
-        first = self._words.cumsum(0) - self._words
-        begins = torch.tensor(starts, dtype=torch.int64) - first * WORD
-        return torch.repeat_interleave(begins, self._words).add_(torch.arange(int(self._words.sum())), alpha=WORD)
+    def _aim(self, starts: torch.Tensor) -> None:
+        """In the largest words that fit: fresh tensors may lie anywhere, also where the plan knew of none."""
+        alignment = starts | self._sizes | self._offsets
+        self._type = next(kind for kind in _WORDS if not (alignment % kind.itemsize).any())
+        nbytes = self._type.itemsize
+        self._whence = self._each_word(raw_memory.word_number(starts, nbytes), nbytes)
+        self._whither = self._each_word(self._offsets // nbytes, nbytes)
+
+    def _each_word(self, begins: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """The number of each word of each leaf, given those of the first ones."""
+        counts = self._sizes // nbytes
+        first = counts.cumsum(0) - counts
+        return torch.repeat_interleave(begins - first, counts).add_(torch.arange(int(counts.sum())))
 
 
 def is_tiny(capture: Capture, number: int) -> bool:

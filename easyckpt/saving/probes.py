@@ -32,7 +32,7 @@ class Probes:
         if pointers != self._pointers:
             self._pointers = pointers
             self.addresses = (torch.tensor(pointers, dtype=torch.int64).view(-1, 1) + self._offsets).view(-1)
-        return raw_memory.words_at(self.addresses)
+        return _words_at(self.addresses)
 
 
 def differing(addresses: torch.Tensor, expected: torch.Tensor, base: int = 0) -> list[int]:
@@ -43,10 +43,14 @@ def differing(addresses: torch.Tensor, expected: torch.Tensor, base: int = 0) ->
     found: set[int] = set()
     for begin in range(0, len(expected), PROBED_AT_ONCE):
         part = slice(begin, begin + PROBED_AT_ONCE)
-        same = raw_memory.words_at(addresses[part] + base) == expected[part]
+        same = _words_at(addresses[part] + base) == expected[part]
         if not same.all():
             found.update((begin + place) // PROBES for place in same.logical_not().nonzero().flatten().tolist())
     return sorted(found)
+
+
+def _words_at(addresses: torch.Tensor) -> torch.Tensor:
+    return raw_memory.words_at(raw_memory.word_number(addresses, WORD), torch.int32)
 
 
 def can_be_probed(capture: Capture, number: int) -> bool:

@@ -26,8 +26,9 @@ _compare.argtypes, _compare.restype = _ARGUMENTS, ctypes.c_int
 
 WORD = 4
 _FIRST = 4096  # no process has memory below
-#: All memory as one tensor of words: many of them are read in one call.
-_everything = torch.frombuffer((ctypes.c_char * (1 << 62)).from_address(_FIRST), dtype=torch.int32)
+#: All memory as one tensor: many words of it are read in one call.
+_everything = torch.frombuffer((ctypes.c_char * (1 << 62)).from_address(_FIRST), dtype=torch.uint8)
+_as_words = {kind: _everything.view(kind) for kind in (torch.uint8, torch.int16, torch.int32, torch.int64)}
 
 
 def move(destination: int, source: int, nbytes: int) -> None:
@@ -40,9 +41,14 @@ def equal(one: int, other: int, nbytes: int) -> bool:
     return bool(_compare(one, other, nbytes) == 0)
 
 
-def words_at(addresses: torch.Tensor) -> torch.Tensor:
-    """The words of four bytes at `addresses` (int64, multiples of four)."""
-    return _everything.index_select(0, (addresses - _FIRST) >> 2)
+def word_number(addresses: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Which words of `nbytes` are at `addresses` (int64, multiples of it)."""
+    return (addresses - _FIRST) // nbytes
+
+
+def words_at(numbers: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """The words, as the integers `kind`, with these numbers (see `word_number`)."""
+    return _as_words[kind].index_select(0, numbers)
 
 
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:

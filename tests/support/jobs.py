@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -93,7 +94,8 @@ class Job:
             raise AssertionError(f"the job did not end within {timeout} s: {stderr[-3000:]}") from None
         self.stderr = "\n".join(text for _, text in texts)
         if self.store is not None and self.store.poll() is None:
-            os.kill(self.store.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it died with its group, which nobody has said yet
+                os.kill(self.store.pid, signal.SIGKILL)
         return [int(process.returncode or 0) for process in self.processes]
 
     def end(self, timeout: float = WAIT_SECONDS) -> int:
