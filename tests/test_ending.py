@@ -18,6 +18,7 @@ import torch
 from torch import nn
 import easyckpt
 from easyckpt import failpoints
+from tests.support.pacing import wait_for_a_slot
 
 def make(steps=3, **settings):
     torch.manual_seed(0)
@@ -30,6 +31,7 @@ def make(steps=3, **settings):
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        wait_for_a_slot(checkpointer)
         checkpointer.save_if_needed(step)
     return checkpointer
 

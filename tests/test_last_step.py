@@ -35,7 +35,7 @@ def behind_a_slow_flush(paths: tuple[Path, Path], *arguments: str) -> Job:
     root, notes = paths
     there = notes.with_name("flushing")
     held = {"EASYCKPT_FAILPOINTS": f"writer.shard.begin=hold:{there}"}
-    job = jobs.start(root, notes, WIDE, *arguments, steps=STEPS, settings=SETTINGS, **held)
+    job = jobs.start(root, notes, WIDE, "--hurried", *arguments, steps=STEPS, settings=SETTINGS, **held)
     job.wait_until(lambda: bool(job.values("digest")), "its last step")
     job.wait_until(there.exists, "the flush of step 10")
     there.with_name("flushing.go").touch()
@@ -186,7 +186,7 @@ def test_memory_without_room_for_larger_snapshots_on_one_rank_leaves_no_rank_alo
 def without_room(paths: tuple[Path, Path], rank: int, grows: str) -> Job:
     """Start a job whose state grows at step 5, and whose memory does not on one rank."""
     root, notes = paths
-    arguments = [WIDE, f"--mischief-rank={rank}", "--grow-at=5", f"--grows={grows}", "--step-seconds=0.02"]
+    arguments = [WIDE, "--hurried", f"--mischief-rank={rank}", "--grow-at=5", f"--grows={grows}", "--step-seconds=0.02"]
     settings = {"slots": 4, "save_storage_interval": 4}
     return jobs.start(root, notes, *arguments, steps=STEPS, ranks=2, settings=settings)
 

@@ -31,6 +31,7 @@ import easyckpt
 from easyckpt import failpoints
 from easyckpt.events import Event
 from easyckpt.storage.localfile import LocalFileReader
+from tests.support.pacing import wait_for_a_slot
 
 
 def arguments() -> argparse.Namespace:
@@ -43,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--load-step", type=int)
     parser.add_argument("--no-load", action="store_true")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="a step takes at least this long")
+    parser.add_argument("--hurried", action="store_true", help="steps may be too short for their snapshots")
     parser.add_argument("--save-at", type=int, default=-1, help="save(step, wait=True) after this step")
     parser.add_argument("--other-disk", help="this directory is an empty one of this rank's own")
     parser.add_argument("--ask-at", type=int, default=-1, help="save(step) after this step, without waiting")
@@ -272,7 +274,7 @@ def main() -> None:
 
     if distributed and not args.no_settle:
         easyckpt.settle_ddp(model, lambda: model(torch.zeros(8, width)).sum().backward())
-    number, asked = 0, None
+    number, asked, paced = 0, None, not args.hurried
     try:
         with contextlib.ExitStack() as stack:
             if mischief and args.other_disk:
@@ -308,6 +310,7 @@ def main() -> None:
                 time.sleep(args.lag if mischief else 0.0)
                 notes.write(finished=number, loss=loss.hex(), time=time.time())
                 checkpointer.log(loss=loss)
+                paced = paced and wait_for_a_slot(checkpointer)
                 checkpointer.save_if_needed(number)
                 if mischief and number == args.tear_at:
                     written_to(next(net.parameters()))
