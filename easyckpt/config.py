@@ -47,13 +47,17 @@ class Audit:
     stop_step: int | None = None
     """Finished steps after which the run is to be stopped; None: never."""
 
+    search_from: int = 0
+    """Finished steps after which the process is searched for generators that are not part of the state."""
+
     left_out: tuple[str, ...] = ()
-    """Names of state components that this run leaves out of its checkpoints."""
+    """Names of state components that a load of this run leaves as they are."""
 
     def __post_init__(self) -> None:
         root, stop = self.root, self.stop_step
         _check(root is None or isinstance(root, str), "audit.root", "a path or null", root)
         _check(stop is None or _is_int(stop, 0), "audit.stop_step", "a number of steps or null", stop)
+        _check(_is_int(self.search_from, 0), "audit.search_from", "a number of steps", self.search_from)
         names = self.left_out
         good = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
         _check(good, "audit.left_out", "a list of component names", names)

@@ -24,7 +24,7 @@ _log = logging.getLogger("easyckpt")
 ENVIRONMENT_PREFIX = "EASYCKPT_"
 CONFIG_VARIABLE = "EASYCKPT_CONFIG"
 AUDIT_VARIABLE = "EASYCKPT_AUDIT"
-_AUDIT_ONLY = ("root", "stop_step", "left_out")
+_AUDIT_ONLY = tuple(field.name for field in dataclasses.fields(Audit))
 #: Field -> its value, and where that came from.
 _Sourced = dict[str, tuple[Any, str]]
 _WORDS_OF_NONE = ("", "none", "null", "auto", "~")

@@ -123,6 +123,7 @@ class Checkpointer:
         self._housekeeper = wiring.keep_house(self._parts, self._opened)
         undo.callback(self._housekeeper.stop, farewell.FAREWELL_SECONDS)
         self._saver, self._loader = Saver(self._parts), wiring.make_loader(self._parts)
+        self._auditor = wiring.audit(self._parts, self._position)
         self._inside = self._parts.stager.inside
         self._step = -1
         self._generators: Any = None
@@ -156,7 +157,8 @@ class Checkpointer:
         if self._saver.identity is not None:
             self._saver.wait(None)
         try:
-            outcome = self._loader.load(step=step, strict=strict, components=components)
+            wanted = components if self._auditor is None else self._auditor.wanted(components)
+            outcome = self._loader.load(step=step, strict=strict, components=wanted)
         except PartlyApplied as error:
             self._broken = error
             raise
@@ -169,6 +171,8 @@ class Checkpointer:
         self._step = restored.step if restored.tier is not None else -1
         self._generators = RngComponent().value()
         self._say_restored(outcome, time.perf_counter() - begun)
+        if self._auditor is not None:
+            self._auditor.loaded(restored.step, restored.tier)
         return restored
 
     def _say_restored(self, outcome: Outcome, seconds: float) -> None:
@@ -206,6 +210,9 @@ class Checkpointer:
         stager = self._parts.stager
         hook, stager.blocked_in_hook = stager.blocked_in_hook, 0.0
         self._events.blocked(time.perf_counter() - begun + hook)
+        if self._auditor is not None and self._auditor.after(step):
+            self._saver.save(step).result()
+            raise SystemExit(0)  # as if the program had ended here; what is in memory stays for the next one
 
     @guarded
     def save(self, step: int, *, wait: bool = False) -> Future[int]:
@@ -220,8 +227,11 @@ class Checkpointer:
         step = self._check_step(step)
         future = self._saver.save(step)
         self._step = step
-        if wait:
+        audited_end = self._auditor is not None and self._auditor.after(step)
+        if wait or audited_end:
             future.result()  # the coordinator resolves it in bounded time
+        if audited_end:
+            raise SystemExit(0)
         return future
 
     def batches(self, loader: Any, epoch: int, name: str = "train") -> Iterator[Any]:
@@ -289,9 +299,9 @@ class Checkpointer:
                 raise
             # After a load that was half applied nothing was saved, and that was raised before.
             self._undurable = error if self._broken is None else None
-        self._farewell.let_go(
-            remove_arena=self._undurable is None and self._saver.all_committed(), linger=farewell.FAREWELL_SECONDS
-        )
+        done = self._undurable is None and self._saver.all_committed()
+        stopped = self._auditor is not None and self._auditor.stopping
+        self._farewell.let_go(remove_arena=done and not stopped, linger=farewell.FAREWELL_SECONDS)
 
     def _end_interrupted(self) -> None:
         try:

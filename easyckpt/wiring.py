@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from easyckpt import catalog
+from easyckpt.auditing import Auditor
 from easyckpt.config import CheckpointConfig
 from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks, discover
@@ -42,6 +43,7 @@ from easyckpt.saving.sizing import expected_bytes
 from easyckpt.saving.slots import TAIL_SLACK_BYTES
 from easyckpt.saving.staging import Stager
 from easyckpt.state.capture import Capture, StateCapture
+from easyckpt.state.data_position import DataPosition
 from easyckpt.storage.local import LocalStorage
 
 logger = logging.getLogger("easyckpt")
@@ -181,6 +183,14 @@ def _make_stager(
         on_sealed=sealed,
         on_discarded=discarded,
     )
+
+
+def audit(parts: SaverParts, position: DataPosition) -> Auditor | None:
+    """What EASYCKPT_AUDIT asks for, if it does."""
+    asked = parts.config.audit
+    if asked is None:
+        return None
+    return Auditor(asked, parts.storage, parts.ranks.rank, parts.capture.components, position)
 
 
 def keep_house(parts: SaverParts, opened: OpenedRoot) -> Housekeeper:

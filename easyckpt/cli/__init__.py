@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from easyckpt.cli import inspect, output, rescue, verify
+from easyckpt.cli import audit, inspect, output, rescue, verify
 from easyckpt.version import VERSION
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 inspect.register(app)
 verify.register(app)
 rescue.register(app)
+audit.register(app)
 
 
 def _show_version(asked: bool) -> None:

@@ -27,7 +27,7 @@ from rich.text import Text
 from easyckpt.errors import DamagedCheckpoint, EasyckptError
 from easyckpt.format.sizes import size_text
 
-GOOD, DAMAGED, BAD_INPUT = 0, 1, 2
+GOOD, DAMAGED, BAD_INPUT, NONDETERMINISTIC, COMMAND_FAILED = 0, 1, 2, 3, 4
 _INTERRUPTED = 130
 _PIPE_WIDTH = 200  # a table that is piped into a file must not be cut to a terminal's width
 
@@ -72,7 +72,7 @@ def command(function: Callable[_P, Answer]) -> Callable[_P, None]:
 
 def _print(answer: Answer, *, as_json: bool) -> None:
     if as_json:
-        output = json.dumps(_plain(answer.document), indent=2, allow_nan=False) + "\n"
+        output = json.dumps(plain(answer.document), indent=2, allow_nan=False) + "\n"
     else:
         console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
         with console.capture() as capture:  # rich would end the process with code 1 on a closed pipe
@@ -86,12 +86,12 @@ def _print(answer: Answer, *, as_json: bool) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` as JSON has it: metrics may hold NaN, bytes or numpy scalars, which become text."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value)

@@ -18,6 +18,7 @@ LEASE = "lease.json"
 PINS = "pins"
 EVENTS = "events"
 METRICS = "metrics.jsonl"
+AUDIT = "audit"
 
 #: Steps have up to 18 digits, so that every one fits in 63 bits.
 MAX_STEP = 10**18 - 1
@@ -157,6 +158,11 @@ def parse_pin_file(name: str) -> int | None:
 def events_file(rank: int) -> str:
     """``events/rank-00000.jsonl``: what that rank did."""
     return f"{EVENTS}/rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.jsonl"
+
+
+def audit_file(rank: int) -> str:
+    """``audit/rank-00000.jsonl``: what that rank has noted of an audited run."""
+    return f"{AUDIT}/rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.jsonl"
 
 
 def temp_file(name: str, nonce: str) -> str:

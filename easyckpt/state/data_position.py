@@ -73,12 +73,20 @@ class DataPosition:
         self._positions: dict[str, _Position] = {}
         self._moved = True
         """A batch was handed out since the last load: from then on the job is where the snapshot was, and past it."""
+        self.on_batch: Callable[[str, Any], None] | None = None
+        """Hears of each batch, with its loader's name, before it is handed out."""
         self._settled: list[torch.Generator] = []
         """Loaders' own generators that were put where the snapshot had them (loaders may share one)."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors; cheap enough for every step."""
         return {name: position.state() for name, position in self._positions.items()}
+
+    def generators(self) -> Iterator[tuple[str, torch.Generator]]:
+        """The loaders' own generators, which are part of the state, by name."""
+        for name, position in self._positions.items():
+            for part, generator in position.live.items():
+                yield f"{part} of the loader {name}", generator
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over `state`; loops that are running end with an error when they are advanced."""
@@ -130,6 +138,8 @@ class DataPosition:
             if sampler is not None:
                 sampler.consumed = position.consumed  # it has counted the batches prefetched as well
             self._moved = True
+            if self.on_batch is not None:
+                self.on_batch(name, batch)
             yield batch
             if position is not self._positions.get(name):
                 raise UsageError(f"a checkpoint was loaded inside a loop over batches({name!r}): leave the loop first")

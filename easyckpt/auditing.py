@@ -1,0 +1,174 @@
+"""What EASYCKPT_AUDIT asks of a run: what its randomness was at each step, parts that a load leaves out, a stop.
+
+Nothing of it runs in a job that is not audited. It may cost time there, but never changes what is trained: generators
+are looked at and never drawn from.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from easyckpt.config import Audit
+from easyckpt.format import layout
+from easyckpt.state.components import Component
+from easyckpt.state.content import content_digest
+from easyckpt.state.data_position import DataPosition
+from easyckpt.state.generators import cuda_generators, host_generators
+from easyckpt.storage.base import Storage
+
+#: How many steps after `search_from` the process is searched for generators: rarely, since that takes a while.
+_SEARCHED = frozenset({1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000})
+
+
+class Auditor:
+    """Of one rank. Its notes are lines in the root, in the order of the program."""
+
+    def __init__(
+        self, audit: Audit, storage: Storage, rank: int, components: Mapping[str, Component], position: DataPosition
+    ) -> None:
+        self._audit, self._storage, self._file = audit, storage, layout.audit_file(rank)
+        self._components, self._position = components, position
+        self._batches: dict[str, list[Any]] = {}
+        self._strangers = Strangers()
+        self.stopping = False
+        """The run has come to the step at which it is to stop."""
+        position.on_batch = self._saw_batch
+        storage.makedirs(layout.AUDIT)
+
+    def wanted(self, asked: Collection[str] | None) -> Collection[str] | None:
+        """The components that a load restores where `asked` are asked for (None: all)."""
+        if not self._audit.left_out:
+            return asked
+        return set(self._components if asked is None else asked).difference(self._audit.left_out)
+
+    def loaded(self, step: int, tier: str | None) -> None:
+        """A load has ended."""
+        self._note({"loaded": step, "tier": tier})
+
+    def after(self, step: int) -> bool:
+        """Note what the step has left; returns whether the run is to stop here."""
+        known = list(self._known())
+        if step - self._audit.search_from in _SEARCHED:
+            self._strangers.search([generator for _, generator in known])
+        generators = {name: content_digest(state) for name, state in host_generators().items()}
+        generators |= {name: content_digest(generator.get_state()) for name, generator in known}
+        note = {
+            "step": step,
+            "generators": generators,
+            "strangers": self._strangers.digests(),
+            "rates": {name: rates for name, component in self._components.items() if (rates := _rates(component))},
+            "batches": {name: list(seen) for name, seen in sorted(self._batches.items())},
+        }
+        self._batches = {}
+        self._note(note)
+        stop = self._audit.stop_step
+        self.stopping = stop is not None and step >= stop
+        return self.stopping
+
+    def _known(self) -> Iterator[tuple[str, torch.Generator]]:
+        """The generators that are part of the state, beside the global ones of the host."""
+        for number, generator in enumerate(cuda_generators()):
+            yield f"cuda:{number}", generator
+        for name, component in self._components.items():
+            if isinstance(component.target, torch.Generator):
+                yield name, component.target
+        for name, generator in self._position.generators():
+            yield name, generator
+
+    def _saw_batch(self, name: str, batch: Any) -> None:
+        before = self._batches.setdefault(name, [0, ""])
+        before[:] = [before[0] + 1, content_digest([before[1], batch])]
+
+    def _note(self, note: dict[str, Any]) -> None:
+        self._storage.append(self._file, json.dumps(note).encode() + b"\n")
+
+
+class Strangers:
+    """The live torch generators that are not part of the state, with the place where each was found."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[torch.Generator], str]] = {}
+
+    def search(self, known: Collection[torch.Generator]) -> None:
+        """Look through the whole process."""
+        ids = {id(generator) for generator in (torch.default_generator, *known)}
+        found = self._found.items()
+        self._found = {number: each for number, each in found if number not in ids and each[0]() is not None}
+        for generator, place in _generators(ids | self._found.keys()):
+            self._found[id(generator)] = weakref.ref(generator), place
+
+    def digests(self) -> dict[str, str]:
+        """Place -> digest of the state now; generators that are gone are left out."""
+        states: dict[str, str] = {}
+        for number, (reference, place) in list(self._found.items()):
+            generator = reference()
+            if generator is None:
+                del self._found[number]
+                continue
+            name, count = place, 2
+            while name in states:
+                name, count = f"{place} ({count})", count + 1
+            states[name] = content_digest(generator.get_state())
+        return states
+
+
+def _generators(without: Collection[int]) -> Iterator[tuple[torch.Generator, str]]:
+    """Those that the garbage collector's objects or the running functions refer to, but for the ids in `without`."""
+    seen = set(without)
+    for frame in _frames():
+        # Names only where one was found: whoever reads a frame's variables by name keeps them alive.
+        for value in gc.get_referents(frame):
+            if type(value) is torch.Generator and id(value) not in seen:
+                seen.add(id(value))
+                yield value, _variable(frame, value)
+    for value in gc.get_referents(*gc.get_objects()):
+        if type(value) is torch.Generator and id(value) not in seen:
+            seen.add(id(value))
+            yield value, _holder(value)
+
+
+def _variable(frame: FrameType, generator: torch.Generator) -> str:
+    code = frame.f_code
+    name = next((name for name, value in frame.f_locals.items() if value is generator), "")
+    where = f"{code.co_name}() of {code.co_filename.rpartition('/')[2]}"
+    return f"the variable {name} in {where}" if name else f"something in {where}"
+
+
+def _frames() -> Iterator[FrameType]:
+    for frame in sys._current_frames().values():
+        current: FrameType | None = frame
+        while current is not None:
+            yield current
+            current = current.f_back
+
+
+def _holder(generator: torch.Generator) -> str:
+    """In words, what refers to it, as far as that has a name."""
+    for referrer in gc.get_referrers(generator):
+        if isinstance(referrer, dict):
+            names = [name for name, value in referrer.items() if value is generator and isinstance(name, str)]
+            owner = next((o for o in gc.get_referrers(referrer) if getattr(o, "__dict__", None) is referrer), None)
+            if isinstance(owner, ModuleType) and names:
+                return f"the global {names[0]} of {owner.__name__}"
+            if owner is not None and names:
+                return f"the attribute {names[0]} of a {type(owner).__name__}"
+        elif hasattr(referrer, "__dict__") and not isinstance(referrer, (FrameType, type)):
+            names = [name for name, value in vars(referrer).items() if value is generator]
+            if names:
+                return f"the attribute {names[0]} of a {type(referrer).__name__}"
+    return "a torch.Generator"
+
+
+def _rates(component: Component) -> list[Any]:
+    """The learning rates of an optimizer, by group."""
+    groups = getattr(component.target, "param_groups", None) or ()
+    return [float(group["lr"]) for group in groups if isinstance(group, Mapping) and "lr" in group]
+

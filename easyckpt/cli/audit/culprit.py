@@ -1,0 +1,144 @@
+"""Why a resumed run differs: the first thing of the straight run's notes that it does not have, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from easyckpt.cli.audit.findings import SPOKEN, Findings
+from easyckpt.cli.audit.notes import Notes
+
+Note = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """What a resumed run does not have from the straight one, for people."""
+
+    what: str
+    step: int | None
+    rank: int
+    advice: str
+
+    def __str__(self) -> str:
+        where = f" on rank {self.rank}" if self.rank else ""
+        when = f" from step {self.step} on" if self.step is not None else ""
+        return f"{self.what}{where}{when}: {self.advice}"
+
+
+def culprit(found: Findings, straight: list[Notes], without: Collection[str]) -> Culprit | None:
+    """The first difference decides; of those at one step, the one that causes the others. None: nothing differs.
+
+    `without`: global generators that nobody has seeded, and metrics that never repeat.
+    """
+    if found.identical(without):
+        return None
+    if found.loaded is None:
+        return Culprit("nothing was restored", None, 0, "call load() before the training loop, and start at its step")
+    if found.tier is None:
+        return Culprit("load() has found nothing", None, 0, "the run before has stored no checkpoint; see its log")
+    first: tuple[int, int, int, str, str] | None = None
+    for rank, (mine, theirs) in enumerate(zip(found.notes, straight, strict=False)):
+        for step in sorted(mine.steps.keys() & theirs.steps.keys()):
+            for order, look in enumerate(_LOOKS):
+                said = look(mine.steps[step], theirs.steps[step], without)
+                if said is not None and (first is None or (step, order, rank) < first[:3]):
+                    first = (step, order, rank, *said)
+    if first is None or _state_comes_first(found, first[0], without):
+        return _unseen(found, without)
+    step, _, rank, what, advice = first
+    return Culprit(what, step, rank, advice)
+
+
+def _state_comes_first(found: Findings, step: int, without: Collection[str]) -> bool:
+    """Whether a metric or a component differs before all that was noted."""
+    metrics = [m.first_step for name, m in found.metrics.items() if m.first_step is not None and name not in without]
+    parts = [part.first_step for part in found.parts.values() if part.first_step is not None]
+    return min([*metrics, *parts], default=step) < step
+
+
+def _stranger(mine: Note, theirs: Note, _: Collection[str]) -> tuple[str, str] | None:
+    place = _first_unlike(mine["strangers"], theirs["strangers"])
+    if place is None:
+        return None
+    return (
+        f"a torch.Generator that is not part of the state ({place}) is not where it was",
+        'hand it over: Checkpointer(root, {…, "generator": generator})',
+    )
+
+
+def _rates(mine: Note, theirs: Note, _: Collection[str]) -> tuple[str, str] | None:
+    name = _first_unlike(mine["rates"], theirs["rates"])
+    if name is None:
+        return None
+    pair = next(
+        ((a, b) for a, b in zip(theirs["rates"][name], mine["rates"][name], strict=False) if a != b), ("?", "?")
+    )
+    return (
+        f"the learning rate of {name!r} is {pair[1]} where it was {pair[0]}",
+        'hand the scheduler over, or what counts the schedule: Checkpointer(root, {…, "scheduler": scheduler}); one '
+        "that is made for the steps that are left counts from zero",
+    )
+
+
+def _generators(mine: Note, theirs: Note, without: Collection[str]) -> tuple[str, str] | None:
+    name = _first_unlike(mine["generators"], theirs["generators"], without)
+    if name is None:
+        return None
+    spoken = f"the global generator of {name}" if name in ("python", "numpy", "torch") else f"the generator {name!r}"
+    return (
+        f"{spoken} is not where it was though it was restored",
+        "it was seeded anew, or drawn from another number of times, after load(): seed before load(), and take batches "
+        "through ckpt.batches(loader, epoch), which puts the generators back at the first batch",
+    )
+
+
+def _batches(mine: Note, theirs: Note, _: Collection[str]) -> tuple[str, str] | None:
+    name = _first_unlike(mine["batches"], theirs["batches"])
+    if name is None:
+        return None
+    return (
+        f"the batches of the loader {name!r} are others",
+        "the order of its data is drawn or counted by something that is not part of the state: hand its sampler over "
+        "(easyckpt.SkipBatchSampler, or any object with state_dict and load_state_dict)",
+    )
+
+
+#: In the order of cause and effect: a generator decides batches, and batches may decide how often another is drawn from.
+_LOOKS: list[Callable[[Note, Note, Collection[str]], tuple[str, str] | None]] = [
+    _stranger, _rates, _batches, _generators,
+]  # fmt: skip
+
+
+def _first_unlike(mine: dict[str, Any], theirs: dict[str, Any], without: Collection[str] = ()) -> str | None:
+    """The first name that both have with unlike values."""
+    return next((n for n in theirs if n in mine and n not in without and mine[n] != theirs[n]), None)
+
+
+def _unseen(found: Findings, without: Collection[str]) -> Culprit:
+    """Nothing that was noted differs first: something that is in no component and that nobody sees."""
+    at_once = (found.loaded or 0) + 1
+    for name, metric in found.metrics.items():
+        if metric.first_step == at_once and name not in without:
+            return Culprit(
+                f"{name!r} differs in the first step after the resume, while generators and learning rates are equal",
+                at_once,
+                0,
+                "the step has seen other data, or something that it depends on is not part of the state: take batches "
+                "through ckpt.batches(loader, epoch), or hand over what says where the data are (a counter, an "
+                "iterator's position) as a dict or an object with state_dict and load_state_dict",
+            )
+    differing = found.differing
+    if not differing:
+        name, first = next((n, m.first_step) for n, m in found.metrics.items() if not m.equal and n not in without)
+        return Culprit(f"{name!r} differs, while the state is equal", first, 0, "it is computed from what is no state")
+    part = found.parts[differing[0]]
+    return Culprit(
+        f"{SPOKEN.get(part.component, part.component)!r} differs, first at {part.first_tensor}",
+        part.first_step,
+        0,
+        "something that training depends on is in no component: data read by a counter or an iterator of the program's "
+        "own, an attribute, a hook. Hand it over as a dict or an object with state_dict and load_state_dict, and log "
+        "the loss (ckpt.log(loss=loss)), which tells the first step that differs",
+    )

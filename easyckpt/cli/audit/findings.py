@@ -1,0 +1,163 @@
+"""How one run differs from the straight one: every stored step, and every logged number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from easyckpt import catalog, comparison
+from easyckpt.cli.audit.notes import Notes, metrics_of, notes_of
+from easyckpt.cli.audit.runs import Run
+from easyckpt.comparison import Difference
+from easyckpt.engine import DATA
+from easyckpt.format.layout import NativeNaming
+from easyckpt.saving.metrics import COMPONENT as METRICS
+from easyckpt.state.components import RESERVED
+from easyckpt.state.rng import RNG
+from easyckpt.storage.local import LocalStorage
+
+#: What people call easyckpt's own parts of the state.
+SPOKEN = {RNG: "rng (the global generators)", DATA: "data (what ckpt.batches has handed out)"}
+
+
+@dataclass(slots=True)
+class Part:
+    """One component over all compared steps."""
+
+    component: str
+    tensors: int = 0
+    largest: float | None = 0.0
+    """Largest absolute difference; None where something differs that is no number."""
+    first_tensor: str | None = None
+    first_step: int | None = None
+    growth: dict[int, float] = field(default_factory=dict)
+    """Step -> largest absolute difference."""
+
+    @property
+    def equal(self) -> bool:
+        """To the bit, at all steps."""
+        return self.first_step is None
+
+
+@dataclass(slots=True)
+class Metric:
+    """One logged name over all steps that both runs have."""
+
+    name: str
+    first_step: int | None = None
+    largest: float | None = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """At all steps, exactly."""
+        return self.first_step is None
+
+
+@dataclass(slots=True)
+class Findings:
+    """What comparing a run with the straight one has shown."""
+
+    name: str
+    loaded: int | None
+    tier: str | None
+    steps: list[int]
+    """Those whose checkpoints were compared."""
+    parts: dict[str, Part]
+    metrics: dict[str, Metric]
+    notes: list[Notes]
+    series: dict[int, dict[str, Any]]
+    """The run's own metrics."""
+
+    @property
+    def differing(self) -> list[str]:
+        """The components that differ."""
+        return [name for name, part in self.parts.items() if not part.equal]
+
+    def identical(self, without: Collection[str] = ()) -> bool:
+        """To the bit, but for metrics `without`; never where nothing was compared."""
+        unlike = [name for name, metric in self.metrics.items() if not metric.equal and name not in without]
+        return bool(self.steps) and not self.differing and not unlike
+
+
+def find(run: Run, straight: Run, unseeded: Collection[str], on_step: Callable[[int], None]) -> Findings:
+    """Compare what `run` has stored and logged with `straight`, from the step that it has loaded on.
+
+    `unseeded`: global generators that nobody has seeded; their states are left out.
+    """
+    storages = [LocalStorage(one.root) for one in (run, straight)]
+    notes = notes_of(storages[0])
+    loaded = notes[0].loaded if notes else None
+    mine, other = ({entry.step: entry for entry in catalog.scan(s, NativeNaming()).committed()} for s in storages)
+    steps = [step for step in sorted(mine.keys() & other.keys()) if step > (loaded or 0)]
+    parts: dict[str, Part] = {}
+    for step in steps:
+        found = comparison.compare((storages[0], mine[step]), (storages[1], other[step]))
+        for name, compared in found.components.items():
+            if name != METRICS:
+                part = parts.setdefault(name, Part(name))
+                part.tensors = max(part.tensors, compared.tensors)
+                _add(part, step, [d for d in found.differences if d.component == name and _counts(d, unseeded)])
+        on_step(step)
+    ours, theirs = metrics_of(storages[0]), metrics_of(storages[1])
+    return Findings(
+        name=run.name,
+        loaded=loaded,
+        tier=notes[0].tier if notes else None,
+        steps=steps,
+        parts=parts,
+        metrics=_compare_metrics(ours, theirs, loaded or 0),
+        notes=notes,
+        series=ours,
+    )
+
+
+def unseeded_generators(one: Sequence[Notes], other: Sequence[Notes]) -> list[str]:
+    """The host's global generators whose states differ between two straight runs from the first step on."""
+    names: list[str] = []
+    for mine, theirs in zip(one, other, strict=False):
+        step = min(mine.steps.keys() & theirs.steps.keys(), default=None)
+        if step is not None:
+            pairs = (mine.steps[step]["generators"], theirs.steps[step]["generators"])
+            names += [name for name in ("python", "numpy", "torch") if pairs[0].get(name) != pairs[1].get(name)]
+    return sorted(set(names))
+
+
+def _counts(difference: Difference, unseeded: Collection[str]) -> bool:
+    own = difference.component.startswith(RESERVED)
+    return not (own and set(difference.path.replace("[", ".").split(".")) & set(unseeded))
+
+
+def _add(part: Part, step: int, differences: Sequence[Difference]) -> None:
+    largest = _largest(difference.largest for difference in differences)
+    part.growth[step] = 0.0 if largest is None else largest
+    if differences:
+        part.largest = _largest([part.largest, largest])
+        if part.first_step is None:
+            part.first_step, part.first_tensor = step, differences[0].path
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    """None where one of them is no number's matter; NaN is larger than all."""
+    known = list(values)
+    if any(value is None for value in known):
+        return None
+    numbers = [value for value in known if value is not None]
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)
+
+
+def _compare_metrics(
+    ours: Mapping[int, Mapping[str, Any]], theirs: Mapping[int, Mapping[str, Any]], after: int
+) -> dict[str, Metric]:
+    metrics: dict[str, Metric] = {}
+    for step in sorted(ours.keys() & theirs.keys()):
+        for name in (ours[step].keys() | theirs[step].keys()) if step > after else ():
+            metric = metrics.setdefault(name, Metric(name))
+            mine, other = ours[step].get(name), theirs[step].get(name)
+            if mine == other:
+                continue
+            metric.first_step = step if metric.first_step is None else metric.first_step
+            numbers = all(isinstance(value, (int, float)) for value in (mine, other))
+            metric.largest = _largest([metric.largest, abs(mine - other) if numbers else None])  # type: ignore[operator]
+    return metrics

@@ -1,0 +1,47 @@
+"""The audit's picture: the metrics of all runs, and how far their states are apart."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from easyckpt.cli.audit.findings import Findings
+
+ADVICE = "no picture without matplotlib: pip install 'easyckpt[plots]'"
+
+
+def picture(straight: Mapping[int, Mapping[str, Any]], others: list[Findings], metric: str | None) -> bytes | None:
+    """A PNG; None where matplotlib is not installed. `straight` are the metrics of the straight run."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+    except ImportError:
+        return None
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    curves, differences = figure.subplots(1, 2)
+    if metric is not None:
+        curves.plot(*_series(straight, metric), color="black", linewidth=3, alpha=0.3, label="straight")
+        for found in others:
+            curves.plot(*_series(found.series, metric), linewidth=1, label=found.name)
+    curves.set(xlabel="step", ylabel=metric or "", title="What was logged")
+    for found in others:
+        steps = found.steps
+        values = [max((part.growth.get(step, 0.0) for part in found.parts.values()), default=0.0) for step in steps]
+        differences.plot(steps, values, marker=".", linewidth=1, label=found.name)
+    differences.set_yscale("symlog", linthresh=1e-12)
+    differences.set(xlabel="step", ylabel="largest absolute difference", title="Away from the straight run")
+    differences.legend(fontsize="small")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
+
+
+def main_metric(straight: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """The metric that is drawn: one that is called a loss, else the first."""
+    names = list(dict.fromkeys(name for values in straight.values() for name in values))
+    return next((name for name in names if "loss" in name.lower()), names[0] if names else None)
+
+
+def _series(metrics: Mapping[int, Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    points = [(step, float(v[name])) for step, v in sorted(metrics.items()) if isinstance(v.get(name), (int, float))]
+    return [step for step, _ in points], [value for _, value in points]

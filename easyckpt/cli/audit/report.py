@@ -1,0 +1,208 @@
+"""The audit's result: a document for programs, tables for the terminal, a page for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from easyckpt.cli import output
+from easyckpt.cli.audit.culprit import Culprit
+from easyckpt.cli.audit.findings import SPOKEN, Findings
+from easyckpt.cli.audit.runs import Killed
+
+Verdict = Literal["exact", "different", "nondeterministic"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Audit:
+    """All that an audit has found out."""
+
+    command: list[str]
+    steps: int
+    at: int
+    every: int
+    killed: Killed | None = None
+    twice: Findings | None = None
+    """The second straight run against the first one."""
+    resumed: list[tuple[Findings, Culprit | None]] = field(default_factory=list)
+    """Once for each tier."""
+    without: list[Findings] = field(default_factory=list)
+    """Once for each part that was left out; the name says which."""
+    unseeded: list[str] = field(default_factory=list)
+    """Global generators that nobody has seeded."""
+    unrepeated: list[str] = field(default_factory=list)
+    """Metrics that differ between straight runs whose states are equal."""
+    why: Culprit | None = None
+    """What differs first between the straight runs."""
+    wrong_tier: list[str] = field(default_factory=list)
+    """What kept a tier from being tried, in words."""
+
+    @property
+    def left_aside(self) -> list[str]:
+        """Names that are not compared."""
+        return [*self.unseeded, *self.unrepeated]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the exit code says."""
+        if self.why is not None:
+            return "nondeterministic"
+        exact = bool(self.resumed) and all(found.identical(self.left_aside) for found, _ in self.resumed)
+        return "exact" if exact and not self.wrong_tier else "different"
+
+
+def document(audit: Audit) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "verdict": audit.verdict,
+        "command": audit.command,
+        "steps": audit.steps,
+        "at": audit.at,
+        "every": audit.every,
+        "killed": None if audit.killed is None else asdict(audit.killed),
+        "not_compared": {"unseeded_generators": audit.unseeded, "metrics": audit.unrepeated},
+        "straight_runs": None if audit.twice is None else _found(audit.twice, audit.why, audit),
+        "resumed": [_found(found, why, audit) for found, why in audit.resumed],
+        "without": [_found(found, None, audit) for found in audit.without],
+        "not_tried": audit.wrong_tier,
+    }
+
+
+def _found(found: Findings, why: Culprit | None, audit: Audit) -> dict[str, Any]:
+    return {
+        "run": found.name,
+        "restored_step": found.loaded,
+        "tier": found.tier,
+        "identical": found.identical(audit.left_aside),
+        "compared_steps": found.steps,
+        "components": [
+            {
+                "component": part.component,
+                "equal": part.equal,
+                "largest_difference": part.largest,
+                "first_tensor": part.first_tensor,
+                "first_step": part.first_step,
+                "growth": {str(step): value for step, value in part.growth.items()},
+            }
+            for part in found.parts.values()
+        ],
+        "metrics": [
+            {"name": m.name, "equal": m.equal, "largest_difference": m.largest, "first_step": m.first_step}
+            for m in found.metrics.values()
+        ],
+        "culprit": None if why is None else asdict(why),
+    }
+
+
+def lines(audit: Audit) -> list[str]:
+    """The verdict in words, one thought a line."""
+    said = [_verdict_line(audit)]
+    if audit.why is not None:
+        said.append(str(audit.why))
+    reasons = dict.fromkeys(str(why) for _, why in audit.resumed if why is not None)
+    said += list(reasons)
+    said += audit.wrong_tier
+    if audit.killed is not None:
+        milliseconds = audit.killed.seconds * 1e3
+        said.append(f"killed {milliseconds:.0f} ms into the flush of step {audit.killed.step} (SIGKILL, all processes)")
+    if audit.unseeded:
+        said.append(
+            f"not compared: the state of the generators of {', '.join(audit.unseeded)}, which nobody has seeded (the "
+            "straight runs do not share it from the first step on)"
+        )
+    if audit.unrepeated:
+        said.append(
+            f"not compared: {', '.join(audit.unrepeated)}, which differ between straight runs whose states are equal"
+        )
+    return said
+
+
+def _verdict_line(audit: Audit) -> str:
+    if audit.verdict == "nondeterministic":
+        return "NONDETERMINISTIC: two straight runs differ, so no resume can be told from them"
+    if audit.verdict == "exact":
+        tiers = " and ".join(str(found.tier) for found, _ in audit.resumed)
+        count = len(audit.resumed[0][0].steps)
+        return f"EXACT: resumed from {tiers}, equal to the bit at all {count} stored steps and in all logged numbers"
+    return "DIFFERENT: the resumed run is not what the straight one was"
+
+
+def tables(audit: Audit) -> list[tuple[str, Sequence[str], list[Sequence[object]]]]:
+    """(title, columns, rows)."""
+    found = []
+    if audit.twice is not None and audit.why is not None:
+        found.append(("straight run against straight run", _COLUMNS, _rows(audit.twice)))
+    for resumed, _ in audit.resumed:
+        title = f"resumed from {resumed.tier} at step {resumed.loaded}, against the straight run"
+        found.append((title, _COLUMNS, _rows(resumed)))
+    if audit.without:
+        columns = ["left out of the resume", "components that differ then", "largest difference#", "in the metrics#"]
+        found.append(("what each part is worth", columns, [_worth(each) for each in audit.without]))
+    return found
+
+
+_COLUMNS = ["component", "equal to the bit?", "largest difference#", "first differing tensor", "step#"]
+
+
+def _rows(found: Findings) -> list[Sequence[object]]:
+    rows: list[Sequence[object]] = [
+        (spoken(part.component), _yes(part.equal), _size(part.largest, part.equal), part.first_tensor, part.first_step)
+        for part in found.parts.values()
+    ]
+    rows += [(f"metric {m.name}", _yes(m.equal), _size(m.largest, m.equal), None, m.first_step) for m in
+             found.metrics.values()]  # fmt: skip
+    return [tuple("" if cell is None else cell for cell in row) for row in rows]
+
+
+def _worth(found: Findings) -> Sequence[object]:
+    numbers = [value for part in found.parts.values() for value in [part.largest] if value is not None]
+    metrics = [metric.largest for metric in found.metrics.values() if metric.largest is not None and not metric.equal]
+    return (
+        spoken(found.name.removeprefix("without-")),
+        ", ".join(map(spoken, found.differing)) or "none",
+        _size(max(numbers, default=0.0), not found.differing),
+        _size(max(metrics, default=0.0), not metrics),
+    )
+
+
+def spoken(component: str) -> str:
+    """A component's name for people."""
+    return SPOKEN.get(component, component)
+
+
+def _yes(equal: bool) -> str:
+    return "yes" if equal else "NO"
+
+
+def _size(largest: float | None, equal: bool) -> str:
+    if equal:
+        return "0"
+    return "-" if largest is None else "nan" if math.isnan(largest) else f"{largest:.3g}"
+
+
+def views(audit: Audit) -> list[Any]:
+    """For the terminal."""
+    shown: list[Any] = []
+    for title, columns, rows in tables(audit):
+        shown += [output.table(columns, rows, title=title), ""]
+    return [*shown, *lines(audit)]
+
+
+def page(audit: Audit, plot: str | None) -> str:
+    """``report.md``."""
+    parts = [
+        f"# Audit: {audit.verdict}",
+        f"`{' '.join(audit.command)}`",
+        f"{audit.steps} steps, stopped at {audit.at}; the state was stored and compared every {audit.every} steps.",
+        "\n".join(f"- {line}" for line in lines(audit)),
+    ]
+    for title, columns, rows in tables(audit):
+        head = [column.removesuffix("#") for column in columns]
+        rule = ["---:" if column.endswith("#") else "---" for column in columns]
+        body = [head, rule, *([output.clean(cell).replace("|", "\\|") for cell in row] for row in rows)]
+        parts += [f"## {title[0].upper()}{title[1:]}", "\n".join(f"| {' | '.join(row)} |" for row in body)]
+    if plot is not None:
+        parts.append(f"![Losses of all runs, and how their states part]({plot})")
+    return "\n\n".join(parts) + "\n"
