@@ -27,6 +27,7 @@ ENGINE = {
     "opening",
     "wiring",
 }  # the Checkpointer, how it ends, how it puts the rooms together
+LOOKING = {"contents", "comparison"}  # into checkpoints, for people: the engine does not need them
 ENGINE_AND_BELOW = ROOMS_BELOW_SAVING | {"saving", "loading", "config_sources"} | ENGINE
 
 #: room -> what it may import besides itself. Imports go one way:
@@ -47,11 +48,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": BELOW,
     "catalog": BELOW | {"storage"},
     "verification": BELOW | {"storage", "catalog"},
+    "contents": ROOMS_BELOW_SAVING | {"loading"},
+    "comparison": BELOW | {"storage", "catalog", "contents"},
     "saving": ROOMS_BELOW_SAVING,
     "loading": ROOMS_BELOW_SAVING,
     **{part: ROOMS_BELOW_SAVING | {"saving", "loading", "settings", "config_sources"} | ENGINE for part in ENGINE},
     "integrations": ENGINE_AND_BELOW | {TOP},
-    "cli": ENGINE_AND_BELOW,
+    "cli": ENGINE_AND_BELOW | LOOKING,
     TOP: ENGINE_AND_BELOW | {"cli"},
 }
 

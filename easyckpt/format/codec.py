@@ -24,7 +24,7 @@ from easyckpt.format.codec_registry import register_codec
 
 __all__ = [
     "Json", "Key", "MissingContext", "Path", "decode", "dumps", "encode", "encode_plain", "loads", "path_from_json",
-    "path_text", "path_to_json", "register_codec",
+    "path_key", "path_text", "path_to_json", "register_codec",
 ]  # fmt: skip
 
 #: str, int, float, bool, None, bytes or a tuple of them.
@@ -137,7 +137,7 @@ class _Encoder:
         pairs: list[Json] = []
         for key, item in value.items():
             encoded = _Encoder(_refuse_tensor).value(key, path, depth)
-            pairs.append([encoded, self.value(item, (*path, _path_key(key, encoded)), depth)])
+            pairs.append([encoded, self.value(item, (*path, path_key(key, encoded)), depth)])
         return pairs
 
     def ordered(self, value: collections.OrderedDict[Any, Any], path: Path, depth: int) -> Json:
@@ -196,7 +196,7 @@ def _is_simple(key: Key, depth: int = 0) -> bool:
     return type(key) in _SIMPLE_KEYS
 
 
-def _path_key(key: Any, encoded: Json) -> Key:
+def path_key(key: Any, encoded: Json) -> Key:
     """What stands for a dict's key in a path: itself, or its encoded text where it is no simple value."""
     return key if _is_simple(key) else dumps(encoded).decode("ascii")
 
