@@ -31,7 +31,7 @@ def make(steps=3, **settings):
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        wait_for_a_slot(checkpointer)
+        wait_for_a_slot(checkpointer, step)
         checkpointer.save_if_needed(step)
     return checkpointer
 

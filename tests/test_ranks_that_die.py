@@ -320,7 +320,7 @@ def test_what_was_decided_before_a_rank_came_to_it_is_decided_there_too(paths):
     """Rank 0 is ahead, and its flush is still running: it skips steps that are not due on rank 1 yet."""
     root, notes = paths
     settings = SETTINGS | {"save_storage_interval": 1}
-    arguments = ["--apart", "--mischief-rank=1", "--lag=0.1", "--wait-at-end=20"]
+    arguments = ["--hurried", "--apart", "--mischief-rank=1", "--lag=0.1", "--wait-at-end=20"]
     fault = armed("writer.shard.chunk@*", "pause:0.3", 0)
     job = jobs.start(root, notes, *arguments, steps=10, ranks=2, settings=settings, **fault)
     assert job.ends() == [0, 0], job.stderr
@@ -341,7 +341,7 @@ def test_the_newest_snapshot_that_one_rank_lacks_is_restored_by_none(paths, stra
 def test_ranks_with_a_single_slot_each_skip_and_are_not_killed(paths):
     root, notes = paths
     settings = SETTINGS | UNHURRIED | {"slots": 1, "save_storage_interval": 7}
-    job = jobs.run(root, notes, "--width=300", steps=150, ranks=2, settings=settings)
+    job = jobs.run(root, notes, "--hurried", "--width=300", steps=150, ranks=2, settings=settings)
     assert job.last("counts")[0].get("FlushFailed", 0) == 0
     assert committed(root)[-1] == 150
 

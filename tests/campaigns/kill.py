@@ -93,6 +93,7 @@ class Chain:
             self.notes,
             "--width=32",
             f"--step-seconds={STEP_SECONDS[self.ranks]}",
+            *(["--hurried"] if slow else []),
             steps=STEPS,
             ranks=self.ranks,
             settings={"save_storage_interval": 1 if slow else 5, "max_ckpt_num": 2},

@@ -310,7 +310,7 @@ def main() -> None:
                 time.sleep(args.lag if mischief else 0.0)
                 notes.write(finished=number, loss=loss.hex(), time=time.time())
                 checkpointer.log(loss=loss)
-                paced = paced and wait_for_a_slot(checkpointer)
+                paced = paced and wait_for_a_slot(checkpointer, number)
                 checkpointer.save_if_needed(number)
                 if mischief and number == args.tear_at:
                     written_to(next(net.parameters()))

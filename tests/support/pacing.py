@@ -7,19 +7,22 @@ import time
 import easyckpt
 
 
-def wait_for_a_slot(checkpointer: easyckpt.Checkpointer, seconds: float = 5.0) -> bool:
-    """Wait until the next snapshot would not be skipped. False where no slot became free in `seconds`.
+def wait_for_a_slot(checkpointer: easyckpt.Checkpointer, step: int, seconds: float = 5.0) -> bool:
+    """Wait until neither the snapshot of `step` nor a flush that is due then would be skipped.
 
-    Only for tests that are about something else than skipped snapshots: however busy the machine is, none is then.
+    False where that did not come to be in `seconds`. Only for tests that are about something else than what is
+    skipped: however busy the machine is, nothing is then.
     """
     arena, ledger = checkpointer._parts.arena, checkpointer._parts.coordinator.ledger
+    due = step % checkpointer._config.save_storage_interval == 0
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        floor, held = ledger.floor, ledger.held()
+        with ledger.lock:
+            floor, held = ledger.floor, ledger.held()
         with arena._lock:
             slots = list(arena._supply.slots.values())
             free = [slot for slot in slots if arena._is_free(slot, floor if floor >= 0 else None, held)]
-        if free or not slots or ledger.fatal is not None:
+        if ledger.fatal is not None or ((free or not slots) and not (due and ledger.pending())):
             return True
         time.sleep(0.001)
     return False

@@ -143,7 +143,9 @@ class Rig:
         if not self.arena.ready(need):
             self.arena.ensure(need, 3 * len(capture.layout.encoded) + (64 << 10))
             self.arena.wait_ready()
-        slot = self.arena.acquire(step, need, step - 1, ())
+        deadline = time.monotonic() + 5.0
+        while (slot := self.arena.acquire(step, need, step - 1, ())) is None and time.monotonic() < deadline:
+            time.sleep(0.001)  # as a longer step would: snapshots that are still being copied take the slots
         if slot is None:
             self._emit(SnapshotSkipped(step=step, reason="no slot is free"))
             return False
