@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from easyckpt.cli import inspect, output, rescue, verify
+from easyckpt.cli import diff, inspect, output, rescue, stat, verify
 from easyckpt.version import VERSION
 
 app = typer.Typer(
@@ -23,6 +23,8 @@ app = typer.Typer(
 inspect.register(app)
 verify.register(app)
 rescue.register(app)
+diff.register(app)
+stat.register(app)
 
 
 def _show_version(asked: bool) -> None:
