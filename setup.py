@@ -54,8 +54,10 @@ setup(
         "xxhash>=3.4",
     ],
     extras_require={
+        "plots": ["matplotlib>=3.8"],
         "dev": [
             "hypothesis",
+            "matplotlib>=3.8",
             "mypy",
             "pytest",
             "pytest-timeout",

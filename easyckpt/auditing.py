@@ -171,4 +171,3 @@ def _rates(component: Component) -> list[Any]:
     """The learning rates of an optimizer, by group."""
     groups = getattr(component.target, "param_groups", None) or ()
     return [float(group["lr"]) for group in groups if isinstance(group, Mapping) and "lr" in group]
-

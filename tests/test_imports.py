@@ -27,7 +27,12 @@ ENGINE = {
     "opening",
     "wiring",
 }  # the Checkpointer, how it ends, how it puts the rooms together
-LOOKING = {"contents", "comparison"}  # into checkpoints, for people: the engine does not need them
+LOOKING = {
+    "contents",
+    "comparison",
+    "tensorfiles",
+    "exporting",
+}  # into checkpoints, for people: the engine does not need them
 ENGINE_AND_BELOW = ROOMS_BELOW_SAVING | {"saving", "loading", "config_sources"} | ENGINE
 
 #: room -> what it may import besides itself. Imports go one way:
@@ -47,12 +52,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": BELOW,
     "storage": BELOW,
     "catalog": BELOW | {"storage"},
+    "auditing": BELOW | {"storage", "state", "config"},
     "verification": BELOW | {"storage", "catalog"},
     "contents": ROOMS_BELOW_SAVING | {"loading"},
-    "comparison": BELOW | {"storage", "catalog", "contents"},
+    "tensorfiles": BELOW | {"contents", "state", "storage", "memory"},
+    "tensor_comparison": BELOW | {"contents"},
+    "comparison": BELOW | {"storage", "catalog", "contents", "tensor_comparison"},
+    "exporting": BELOW | {"storage", "catalog", "contents", "state", "tensor_comparison", "exporting_torch"},
+    "exporting_torch": BELOW | {"storage"},
     "saving": ROOMS_BELOW_SAVING,
     "loading": ROOMS_BELOW_SAVING,
-    **{part: ROOMS_BELOW_SAVING | {"saving", "loading", "settings", "config_sources"} | ENGINE for part in ENGINE},
+    **{
+        part: ROOMS_BELOW_SAVING | {"saving", "loading", "settings", "config_sources", "auditing"} | ENGINE
+        for part in ENGINE
+    },
     "integrations": ENGINE_AND_BELOW | {TOP},
     "cli": ENGINE_AND_BELOW | LOOKING,
     TOP: ENGINE_AND_BELOW | {"cli"},
@@ -98,6 +111,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("events.py", "files"): "writes the user's log file, which is not in the root",
     ("cli/output.py", "files"): "the null device takes the place of a pipe that nobody reads any more",
     ("storage/localfile.py", "shared_memory"): "maps its own probe file to ask whether it is in the page cache",
+    ("tensorfiles.py", "no_pickle"): "users' .pth files, read with weights_only: tensors and plain values, no code",
+    ("exporting_torch.py", "no_pickle"): "a .pth state_dict is torch.save's format; it is written, never read",
+    ("cli/audit/runs.py", "threads"): "runs the user's command",
+    ("cli/audit/runs.py", "files"): "makes and removes the roots of its own runs as a whole, and keeps what they print",
     ("failpoints.py", "files"): "tests' hold files",
 }
 

@@ -1,6 +1,7 @@
 """The ``easyckpt`` command: one file per command family, joined here.
 
-Exit codes: 0 good; 1 damaged or different; 2 bad input. Documents go to stdout, messages and progress to stderr.
+Exit codes: 0 good; 1 damaged or different; 2 bad input; 3 nondeterministic (audit); 4 the command that was run failed.
+Documents go to stdout, messages and progress to stderr.
 """
 
 from __future__ import annotations
@@ -9,21 +10,19 @@ import sys
 
 import typer
 
-from easyckpt.cli import audit, inspect, output, rescue, verify
+from easyckpt.cli import audit, diff, inspect, output, rescue, stat, verify
 from easyckpt.version import VERSION
 
 app = typer.Typer(
     name="easyckpt",
-    help="Look at, check and rescue easyckpt checkpoints.",
+    help="Look at, check, compare and rescue easyckpt checkpoints, and prove that a job resumes exactly.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-inspect.register(app)
-verify.register(app)
-rescue.register(app)
-audit.register(app)
+for _family in (inspect, verify, diff, stat, audit, rescue):
+    _family.register(app)
 
 
 def _show_version(asked: bool) -> None:
@@ -36,7 +35,7 @@ def _show_version(asked: bool) -> None:
 def _easyckpt(
     version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
 ) -> None:
-    """Look at, check and rescue easyckpt checkpoints."""
+    """Look at, check, compare and rescue easyckpt checkpoints, and prove that a job resumes exactly."""
 
 
 def main() -> None:

@@ -14,6 +14,9 @@ import xxhash
 MANIFEST = "manifest.json"
 ROOT_FILE = "easyckpt.json"
 LATEST = "latest"
+#: How files of weights end: what is exported, and what is compared.
+SAFETENSORS = ".safetensors"
+TORCH_FILES = (".pth", ".pt")
 LEASE = "lease.json"
 PINS = "pins"
 EVENTS = "events"
@@ -183,6 +186,16 @@ def is_beside_lease(name: str) -> bool:
     """Is this a :func:`temp_file` of the lease, or of such a file, which is made through a temporary one itself?"""
     match = _temp_file.fullmatch(name)
     return match is not None and is_temp_file(name) and (match["name"] == LEASE or is_beside_lease(match["name"]))
+
+
+# Files of weights outside a root.
+
+
+def weights_format(name: str) -> str | None:
+    """``safetensors`` or ``torch``, by how `name` ends; None for all else."""
+    if name.lower().endswith(SAFETENSORS):
+        return "safetensors"
+    return "torch" if name.lower().endswith(TORCH_FILES) else None
 
 
 # Shared memory.

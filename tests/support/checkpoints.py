@@ -48,7 +48,8 @@ def make_view(
         LeafSpec(("model", name), dtype_name(t.dtype), tuple(t.shape), order_of(t), "cpu", name in replicated)
         for name, t in tensors.items()
     ]
-    layout = plan_layout(specs, {"model": {"names": list(tensors)}}, rank, world_size)
+    tree = {"kind": "module", "leaves": list(range(len(specs))), "tree": {"names": list(tensors)}}
+    layout = plan_layout(specs, {"model": tree}, rank, world_size)
     slot = PrivateSlot.create("test", layout.image_bytes, 4096)
     slot.begin()
     for leaf, tensor in zip(layout.leaves, tensors.values(), strict=True):

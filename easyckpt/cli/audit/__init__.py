@@ -37,8 +37,10 @@ def register(app: typer.Typer) -> None:
     app.command("audit", context_settings={"ignore_unknown_options": True})(output.command(audit))
 
 
-def audit(
-    command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="Any training command.", show_default=False)],
+def audit(  # noqa: PLR0917 - typer makes options of all but the first
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- CMD...", help="Any training command.", show_default=False)
+    ],
     steps: Annotated[int, typer.Option(help="Finished steps of a whole run.", min=2)] = 60,
     at: Annotated[int, typer.Option(help="Finished steps after which it is stopped.", min=1)] = 30,
     kill: Annotated[bool, typer.Option("--kill", help="Stop it by SIGKILL in the middle of a flush.")] = False,
@@ -66,7 +68,7 @@ def audit(
     result = Audit(command=list(command), steps=steps, at=at, every=every)
     try:
         try:
-            series = _Auditing(runner, result, keep).run(kill, parts, random.Random(seed))
+            series = _Auditing(runner, result, keep).run(kill, parts, random.Random(seed))  # noqa: S311
         except CommandFailed as error:
             return Answer({"verdict": "failed", "message": str(error)}, [str(error)], output.COMMAND_FAILED)
     finally:
@@ -103,7 +105,7 @@ class _Auditing:
             return series
         stopped = self._stop(kill, chance, typical_flush(storage))
         left_out = _components(stopped) if parts else []
-        runs = [(runner.new("storage", after=stopped), ())]
+        runs: list[tuple[Run, tuple[str, ...]]] = [(runner.new("storage", after=stopped), ())]
         runs += [(runner.new(f"without-{name}", after=stopped), (name,)) for name in left_out]
         runs.insert(1, (runner.new("memory", after=stopped, same=True), ()))
         for run, names in runs:
@@ -160,7 +162,8 @@ def _components(run: Run) -> list[str]:
     storage = LocalStorage(run.root)
     entry = catalog.scan(storage, NativeNaming()).committed()[-1]
     index = Index.from_bytes(storage.read(f"{entry.name}/{layout.index_file(0)}"))
-    return [str(name) for name in index.layout.trees if name != METRICS]
+    trees = index.layout.trees
+    return [str(name) for name in (trees if isinstance(trees, dict) else ()) if name != METRICS]
 
 
 def _write(out: str, result: Audit, series: dict[int, dict[str, Any]]) -> None:

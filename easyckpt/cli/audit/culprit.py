@@ -105,7 +105,7 @@ def _batches(mine: Note, theirs: Note, _: Collection[str]) -> tuple[str, str] | 
     )
 
 
-#: In the order of cause and effect: a generator decides batches, and batches may decide how often another is drawn from.
+#: In the order of cause and effect: a generator decides batches, batches may decide how often another is drawn from.
 _LOOKS: list[Callable[[Note, Note, Collection[str]], tuple[str, str] | None]] = [
     _stranger, _rates, _batches, _generators,
 ]  # fmt: skip

@@ -28,7 +28,7 @@ class Notes:
 
 def notes_of(storage: Storage) -> list[Notes]:
     """By rank; empty where the command has made no Checkpointer."""
-    ranks = []
+    ranks: list[Notes] = []
     while storage.exists(layout.audit_file(len(ranks))):
         notes = Notes()
         for line in _lines(storage, layout.audit_file(len(ranks))):

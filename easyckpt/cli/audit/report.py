@@ -131,7 +131,7 @@ def _verdict_line(audit: Audit) -> str:
 
 def tables(audit: Audit) -> list[tuple[str, Sequence[str], list[Sequence[object]]]]:
     """(title, columns, rows)."""
-    found = []
+    found: list[tuple[str, Sequence[str], list[Sequence[object]]]] = []
     if audit.twice is not None and audit.why is not None:
         found.append(("straight run against straight run", _COLUMNS, _rows(audit.twice)))
     for resumed, _ in audit.resumed:
