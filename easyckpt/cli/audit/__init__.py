@@ -125,7 +125,7 @@ class _Auditing:
         if not found.differing:
             result.unrepeated = [name for name, metric in found.metrics.items() if not metric.equal]
             return False
-        result.why = culprit(found, self._notes, [])
+        result.why = culprit(found, self._notes, [], resumed=False)
         return True
 
     def _stop(self, kill: bool, chance: random.Random, typical: float) -> Run:

@@ -27,16 +27,18 @@ class Culprit:
         return f"{self.what}{where}{when}: {self.advice}"
 
 
-def culprit(found: Findings, straight: list[Notes], without: Collection[str]) -> Culprit | None:
+def culprit(
+    found: Findings, straight: list[Notes], without: Collection[str], *, resumed: bool = True
+) -> Culprit | None:
     """The first difference decides; of those at one step, the one that causes the others. None: nothing differs.
 
     `without`: global generators that nobody has seeded, and metrics that never repeat.
     """
     if found.identical(without):
         return None
-    if found.loaded is None:
+    if found.loaded is None and resumed:
         return Culprit("nothing was restored", None, 0, "call load() before the training loop, and start at its step")
-    if found.tier is None:
+    if found.tier is None and resumed:
         return Culprit("load() has found nothing", None, 0, "the run before has stored no checkpoint; see its log")
     first: tuple[int, int, int, str, str] | None = None
     for rank, (mine, theirs) in enumerate(zip(found.notes, straight, strict=False)):

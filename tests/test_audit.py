@@ -1,0 +1,190 @@
+"""``easyckpt audit`` tells an exact job from those with the classic mistakes, names the culprit, and touches nothing.
+
+Everything is real: each audit starts its command as a user would, from five to twelve times.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from easyckpt.cli import app
+from easyckpt.memory import place
+from tests.support.jobs import REPOSITORY
+
+JOB = REPOSITORY / "tests" / "support" / "audited_job.py"
+STEPS, AT = 24, 12
+
+
+@dataclass
+class Audited:
+    code: int
+    printed: str
+    said: str
+    out: Path
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.out / "report.json").read_text())
+
+
+@pytest.fixture
+def audit(tmp_path, memory_dir, monkeypatch):
+    """Audits the job with a mistake; every process finds the package here."""
+    monkeypatch.setattr(place, "DEFAULT_DIRECTORY", str(memory_dir))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(mistake: str = "", *options: str, launcher: tuple[str, ...] = (sys.executable,)) -> Audited:
+        out = tmp_path / "audit"
+        command = [*launcher, str(JOB), str(tmp_path / "own"), mistake]
+        arguments = ["audit", "--steps", str(STEPS), "--at", str(AT), "--out", str(out), *options, "--", *command]
+        result = CliRunner().invoke(app, arguments)
+        assert not list(tmp_path.glob("own*")), "the user's own files were touched"
+        assert list(memory_dir.iterdir()) == []
+        return Audited(result.exit_code, result.stdout, result.stderr, out)
+
+    return run
+
+
+def test_an_exact_job_passes_from_both_tiers_and_is_told_what_each_part_is_worth(audit):
+    found = audit()
+    assert found.code == 0, found.printed + found.said
+    assert "EXACT" in found.printed
+    report = found.report
+    assert [(run["tier"], run["restored_step"], run["identical"]) for run in report["resumed"]] == [
+        ("storage", AT, True), ("memory", AT, True)
+    ]  # fmt: skip
+    names = ["model", "optimizer", "scheduler", "noise", "easyckpt.rng", "easyckpt.data"]
+    for run in report["resumed"]:
+        assert [part["component"] for part in run["components"]] == names
+        assert run["compared_steps"] == [14, 16, 18, 20, 22, 24]
+        assert [metric["name"] for metric in run["metrics"]] == ["loss", "seconds"] or ["seconds", "loss"]
+    assert report["not_compared"] == {"unseeded_generators": [], "metrics": ["seconds"]}
+    assert [run["run"] for run in report["without"]] == [f"without-{name}" for name in names]
+    for run in report["without"]:
+        assert not run["identical"], run["run"]
+        (part,) = [part for part in run["components"] if part["component"] == "model"]
+        assert part["first_step"] is not None
+        assert part["largest_difference"] > 0
+        assert len(part["growth"]) == 6
+    page = (found.out / "report.md").read_text()
+    assert "| model | yes | 0 |  |  |" in page
+    assert "report.png" in page
+    assert (found.out / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+MISTAKES = {
+    "forgets the generator": ("torch.Generator that is not part of the state (the attribute", '"generator": generator'),
+    "seeds its sampler anew": ("the batches of the loader 'train' are others", "hand its sampler over"),
+    "counts the schedule from zero": ("the learning rate of 'optimizer' is", "hand the scheduler over"),
+    "reads by a counter of its own": ("'loss' differs in the first step after the resume", "where the data are"),
+    "seeds in its loop": ("the global generator of torch is not where it was", "seed before load()"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found_and_the_report_says_what_to_hand_over(audit, mistake):
+    found = audit(mistake, "--no-parts")
+    assert found.code == 1, found.printed + found.said
+    what, advice = MISTAKES[mistake]
+    for part in (what.split("(the")[0], advice):
+        assert part in found.printed
+        assert part in (found.out / "report.md").read_text()
+    for run in found.report["resumed"]:
+        assert not run["identical"]
+        assert run["culprit"]["step"] in (AT + 1, None)
+
+
+def test_a_job_that_nobody_seeds_is_nondeterministic(audit):
+    found = audit("never seeds")
+    assert found.code == 3
+    assert "NONDETERMINISTIC" in found.printed
+    assert found.report["straight_runs"]["culprit"]["step"] == 1
+    assert found.report["resumed"] == []
+
+
+def test_a_generator_that_is_neither_seeded_nor_used_is_left_aside_and_named(audit):
+    found = audit("never seeds Python", "--no-parts")
+    assert found.code == 0, found.printed + found.said
+    assert found.report["not_compared"]["unseeded_generators"] == ["numpy", "python"]
+    assert "numpy, python, which nobody has seeded" in found.printed
+
+
+def test_killed_in_the_middle_of_a_flush_it_goes_on_from_both_tiers(audit):
+    found = audit("", "--kill", "--no-parts", "--seed", "1")
+    assert found.code == 0, found.printed + found.said
+    storage, memory = found.report["resumed"]
+    assert storage["tier"] == "storage"
+    assert storage["restored_step"] in (AT - 2, AT)
+    assert memory["tier"] == "memory"
+    assert memory["restored_step"] >= AT - 1
+    assert found.report["killed"]["step"] == AT
+    assert "into the flush of step 12 (SIGKILL, all processes)" in found.printed
+
+
+def test_a_group_under_torchrun_is_audited_as_it_is(audit):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    found = audit("", "--kill", "--no-parts", "--json", launcher=torchrun)
+    assert found.code == 0, found.printed + found.said
+    report = json.loads(found.printed)
+    assert report["verdict"] == "exact"
+    assert [run["tier"] for run in report["resumed"]] == ["storage", "memory"]
+
+
+def test_a_command_that_fails_is_said_with_its_last_lines(audit):
+    found = audit("fails")
+    assert found.code == 4
+    assert "no such data set" in found.printed
+    assert "exit code 1" in found.printed
+
+
+def test_a_command_that_never_loads_is_told_to(audit):
+    found = audit("never loads", "--no-parts")
+    assert found.code == 4
+    assert "load()" in found.printed
+
+
+def test_a_log_of_the_users_is_not_written_to(audit):
+    assert audit("writes a log", "--no-parts").code == 0
+
+
+def test_a_command_without_a_checkpointer_is_bad_input(audit):
+    found = audit("uses no easyckpt")
+    assert found.code == 2
+    assert "has made no Checkpointer" in found.said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--steps", "12", "--at", "12"), "--at 12: must be below --steps 12"),
+        (("--kill", "--every", "5"), "--every 5: must divide --at 12"),
+    ],
+)
+def test_bad_options_start_nothing(audit, options, said):
+    found = audit("", *options)
+    assert found.code == 2
+    assert said in found.said
+    assert not found.out.exists()
+
+
+def test_a_report_is_never_written_over(audit, tmp_path):
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit" / "report.md").write_text("mine")
+    found = audit()
+    assert found.code == 2
+    assert "is not empty" in found.said
+    assert [path.name for path in found.out.iterdir()] == ["report.md"]
+
+
+def test_a_command_that_does_not_exist_is_bad_input(tmp_path):
+    result = CliRunner().invoke(app, ["audit", "--out", str(tmp_path / "audit"), "--", "/no/such/program"])
+    assert result.exit_code == 2
+    assert "/no/such/program: cannot be run: No such file" in result.stderr
