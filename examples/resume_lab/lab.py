@@ -11,6 +11,7 @@ import dataclasses
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -25,7 +26,12 @@ STOP_AT = 30
 def in_a_new_process(out: Path, run: Run) -> list[float]:
     """Train `run` where nothing is left of the run before: what it goes on from is in the file."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(train, out, run).result()
+        try:
+            return pool.submit(train, out, run).result()
+        except BrokenProcessPool:
+            raise SystemExit(
+                f"The process of this run was killed. The files in {out} are whole: run the lab again."
+            ) from None
 
 
 def all_runs(out: Path) -> dict[str, Difference]:

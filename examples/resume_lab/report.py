@@ -24,4 +24,6 @@ def shown(language: str, value: bool | float | None) -> str:
     if isinstance(value, bool):
         yes, no = YES_NO[language]
         return yes if value else no
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
+    if isinstance(value, int) or value == 0:
+        return str(int(value))
+    return str(float(f"{value:.3g}"))
