@@ -106,8 +106,10 @@ def train(out: Path, run: Run) -> list[float]:
 
     if run.stop_at < STEPS:
         training.save(out)
+        print(f"   {out / files.RESUME}")
         return losses
     files.write_tensors(out, f"{run.name}.pth", training.model.state_dict())
+    print(f"   {out / run.name}.pth")
     if run.name in files.LOGGED:
         files.write_losses(out, run.name, first_step, losses)
     return losses
