@@ -3,11 +3,12 @@
 #   make test    all checks: formatting, lint, types, import rules, tests
 #   make soak    the long campaigns in full      make bench   the benchmarks
 #   make demo    trains, kills, resumes, and compares with an uninterrupted run
+#   make lab     stops a training by hand and resumes it: what has to be saved (examples/resume_lab/README.md)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint types tests soak bench demo clean
+.PHONY: help setup test lint types tests soak bench demo lab clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 help:
-	@sed -n '2,5s/^#  *//p' Makefile
+	@sed -n '2,6s/^#  *//p' Makefile
 
 setup: $(READY)
 
@@ -54,6 +55,9 @@ bench: $(READY)
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(ARGS)
+
+lab: $(READY)
+	$(BIN)/python examples/resume_lab/lab.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
