@@ -7,11 +7,12 @@ are looked at and never drawn from.
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from types import FrameType, ModuleType
+from types import FrameType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
@@ -124,22 +125,31 @@ def _generators(without: Collection[int]) -> Iterator[tuple[torch.Generator, str
     """Those that the garbage collector's objects or the running functions refer to, but for the ids in `without`."""
     seen = set(without)
     for frame in _frames():
-        # Names only where one was found: whoever reads a frame's variables by name keeps them alive.
-        for value in gc.get_referents(frame):
+        variables = frame.f_locals
+        for name, value in list(variables.items()):
             if type(value) is torch.Generator and id(value) not in seen:
                 seen.add(id(value))
-                yield value, _variable(frame, value)
-    for value in gc.get_referents(*gc.get_objects()):
+                yield value, f"the variable {name} in {frame.f_code.co_name}() of {_file(frame)}"
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict:
+            variables.clear()  # a copy, which the frame would keep, and the step's tensors with it (before Python 3.13)
+    for value, container in _reachable():
         if type(value) is torch.Generator and id(value) not in seen:
             seen.add(id(value))
-            yield value, _holder(value)
+            yield value, _holder(value, container)
 
 
-def _variable(frame: FrameType, generator: torch.Generator) -> str:
-    code = frame.f_code
-    name = next((name for name, value in frame.f_locals.items() if value is generator), "")
-    where = f"{code.co_name}() of {code.co_filename.rpartition('/')[2]}"
-    return f"the variable {name} in {where}" if name else f"something in {where}"
+def _reachable() -> Iterator[tuple[Any, Any]]:
+    """All that the garbage collector's objects refer to (a generator is none of these itself), with what it is in."""
+    for value in gc.get_referents(*gc.get_objects()):
+        # A dict or tuple that holds nothing but such as generators is none of these objects either.
+        if type(value) in (dict, tuple) and not gc.is_tracked(value):
+            yield from ((inner, value) for inner in gc.get_referents(value))
+        else:
+            yield value, None
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename.rpartition("/")[2]
 
 
 def _frames() -> Iterator[FrameType]:
@@ -150,21 +160,27 @@ def _frames() -> Iterator[FrameType]:
             current = current.f_back
 
 
-def _holder(generator: torch.Generator) -> str:
+def _holder(generator: torch.Generator, container: Any) -> str:
     """In words, what refers to it, as far as that has a name."""
-    for referrer in gc.get_referrers(generator):
+    for referrer in gc.get_referrers(generator) if container is None else [container]:
         if isinstance(referrer, dict):
-            names = [name for name, value in referrer.items() if value is generator and isinstance(name, str)]
+            names = [name for name, value in referrer.items() if value is generator]
             owner = next((o for o in gc.get_referrers(referrer) if getattr(o, "__dict__", None) is referrer), None)
-            if isinstance(owner, ModuleType) and names:
+            if isinstance(owner, ModuleType):
                 return f"the global {names[0]} of {owner.__name__}"
-            if owner is not None and names:
-                return f"the attribute {names[0]} of a {type(owner).__name__}"
-        elif hasattr(referrer, "__dict__") and not isinstance(referrer, (FrameType, type)):
-            names = [name for name, value in vars(referrer).items() if value is generator]
             if names:
-                return f"the attribute {names[0]} of a {type(referrer).__name__}"
+                return f"{names[0]!r} of a dict" if owner is None else _attribute(names[0], owner)
+        elif isinstance(referrer, GeneratorType):
+            if referrer.gi_code.co_filename != __file__:
+                return f"a variable of the iterator {referrer.__qualname__}()"
+        elif hasattr(referrer, "__dict__") and not isinstance(referrer, (FrameType, type)):
+            if names := [name for name, value in vars(referrer).items() if value is generator]:
+                return _attribute(names[0], referrer)
     return "a torch.Generator"
+
+
+def _attribute(name: str, owner: object) -> str:
+    return f"the attribute {name} of a {type(owner).__name__}"
 
 
 def _rates(component: Component) -> list[Any]:

@@ -91,7 +91,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found_and_the_report_says_what_to_hand_over(audit, mistake):
-    found = audit(mistake, "--no-parts")
+    found = audit(mistake, "--no-parts", "--tier", "storage")
     assert found.code == 1, found.printed + found.said
     what, advice = MISTAKES[mistake]
     for part in (what.split("(the")[0], advice):
@@ -111,7 +111,7 @@ def test_a_job_that_nobody_seeds_is_nondeterministic(audit):
 
 
 def test_a_generator_that_is_neither_seeded_nor_used_is_left_aside_and_named(audit):
-    found = audit("never seeds Python", "--no-parts")
+    found = audit("never seeds Python", "--no-parts", "--tier", "memory")
     assert found.code == 0, found.printed + found.said
     assert found.report["not_compared"]["unseeded_generators"] == ["numpy", "python"]
     assert "numpy, python, which nobody has seeded" in found.printed
@@ -146,13 +146,13 @@ def test_a_command_that_fails_is_said_with_its_last_lines(audit):
 
 
 def test_a_command_that_never_loads_is_told_to(audit):
-    found = audit("never loads", "--no-parts")
+    found = audit("never loads", "--no-parts", "--tier", "storage")
     assert found.code == 4
     assert "load()" in found.printed
 
 
 def test_a_log_of_the_users_is_not_written_to(audit):
-    assert audit("writes a log", "--no-parts").code == 0
+    assert audit("writes a log", "--no-parts", "--tier", "storage").code == 0
 
 
 def test_a_command_without_a_checkpointer_is_bad_input(audit):

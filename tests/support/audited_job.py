@@ -66,10 +66,11 @@ with easyckpt.Checkpointer(root, state, save_storage_interval=10, **settings) as
     step = 0 if mistake == "never loads" else checkpointer.load().step
     seeds = mistake == "seeds in its loop"
     position = 0  # of a program that reads by itself
+    sampler = OwnOrder(len(data)) if mistake == "seeds its sampler anew" else None
     for epoch in range(step // 8, 100):
-        sampler = OwnOrder(len(data)) if mistake == "seeds its sampler anew" else None
         loader = DataLoader(data, 8, shuffle=sampler is None, sampler=sampler)
-        for x, y in checkpointer.batches(loader, epoch):
+        for batch in checkpointer.batches(loader, epoch):
+            x, y = batch
             if seeds:
                 torch.manual_seed(rank)
                 seeds = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import os
@@ -32,6 +33,14 @@ STORED = 12
 CODES = {"exact": output.GOOD, "different": output.DAMAGED, "nondeterministic": output.NONDETERMINISTIC}
 
 
+class Tier(str, enum.Enum):
+    """What is resumed from."""
+
+    BOTH = "both"
+    STORAGE = "storage"
+    MEMORY = "memory"
+
+
 def register(app: typer.Typer) -> None:
     """Add this family's command to `app`."""
     app.command("audit", context_settings={"ignore_unknown_options": True})(output.command(audit))
@@ -46,6 +55,7 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
     kill: Annotated[bool, typer.Option("--kill", help="Stop it by SIGKILL in the middle of a flush.")] = False,
     every: Annotated[int | None, typer.Option(help="Store and compare every so many steps.", min=1)] = None,
     out: Annotated[str, typer.Option(help="A new directory for the report.")] = "easyckpt-audit",
+    tier: Annotated[Tier, typer.Option(help="Resume from this tier only.")] = Tier.BOTH,
     parts: Annotated[bool, typer.Option(help="Also try what leaving out each part does.")] = True,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints of all runs.")] = False,
     seed: Annotated[int | None, typer.Option(help="Of the moment of --kill.")] = None,
@@ -68,7 +78,7 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
     result = Audit(command=list(command), steps=steps, at=at, every=every)
     try:
         try:
-            series = _Auditing(runner, result, keep).run(kill, parts, random.Random(seed))  # noqa: S311
+            series = _Auditing(runner, result, keep).run(kill, tier, parts, random.Random(seed))  # noqa: S311
         except CommandFailed as error:
             return Answer({"verdict": "failed", "message": str(error)}, [str(error)], output.COMMAND_FAILED)
     finally:
@@ -90,7 +100,7 @@ class _Auditing:
     def __init__(self, runner: Runner, result: Audit, keep: bool) -> None:
         self._runner, self._result, self._keep = runner, result, keep
 
-    def run(self, kill: bool, parts: bool, chance: random.Random) -> dict[int, dict[str, Any]]:
+    def run(self, kill: bool, tier: Tier, parts: bool, chance: random.Random) -> dict[int, dict[str, Any]]:
         """Fill the result. Returns the metrics of the straight run."""
         result, runner = self._result, self._runner
         self._straight = runner.new("straight")
@@ -105,9 +115,13 @@ class _Auditing:
             return series
         stopped = self._stop(kill, chance, typical_flush(storage))
         left_out = _components(stopped) if parts else []
-        runs: list[tuple[Run, tuple[str, ...]]] = [(runner.new("storage", after=stopped), ())]
+        # The copies first: the run from memory changes the root.
+        runs: list[tuple[Run, tuple[str, ...]]] = []
+        if tier != Tier.MEMORY:
+            runs.append((runner.new("storage", after=stopped), ()))
         runs += [(runner.new(f"without-{name}", after=stopped), (name,)) for name in left_out]
-        runs.insert(1, (runner.new("memory", after=stopped, same=True), ()))
+        if tier != Tier.STORAGE:
+            runs.append((runner.new("memory", after=stopped, same=True), ()))
         for run, names in runs:
             self._go(run, stop=result.steps, left_out=names)
             found = self._find(run)
