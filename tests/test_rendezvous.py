@@ -153,8 +153,9 @@ def test_dead_predecessors_are_not_listened_to_and_swept_away(job, monkeypatch):
     monkeypatch.setattr(rendezvous, "_own_prefixes", set())
     sizes = []
     for generation in range(3):
+        through = threading.Barrier(3)
 
-        def work(ranks, generation=generation):
+        def work(ranks, generation=generation, through=through):
             if ranks.rank == 0:
                 time.sleep(0.05)  # the others say hello to what the dead left behind
             channel, mailbox = connect(ranks, "a", LIMIT)
@@ -162,6 +163,7 @@ def test_dead_predecessors_are_not_listened_to_and_swept_away(job, monkeypatch):
             assert mailbox.posts()[ranks.rank] is None
             assert channel.exchange("x", generation, LIMIT) == [generation] * 3
             channel.exchange("y", generation, LIMIT)
+            through.wait(LIMIT)  # a failure is heard before what else is there
             mailbox.post(generation)
             if ranks.rank == 0:
                 mailbox.publish(generation)
