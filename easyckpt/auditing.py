@@ -173,8 +173,10 @@ def _holder(generator: torch.Generator, container: Any) -> str:
         elif isinstance(referrer, GeneratorType):
             if referrer.gi_code.co_filename != __file__:
                 return f"a variable of the iterator {referrer.__qualname__}()"
-        elif hasattr(referrer, "__dict__") and not isinstance(referrer, (FrameType, type)):
-            if names := [name for name, value in vars(referrer).items() if value is generator]:
+        elif not isinstance(referrer, (FrameType, type)):
+            attributes = getattr(referrer, "__dict__", {})
+            names = [name for name, value in attributes.items() if value is generator]
+            if names:
                 return _attribute(names[0], referrer)
     return "a torch.Generator"
 

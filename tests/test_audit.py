@@ -65,7 +65,7 @@ def test_an_exact_job_passes_from_both_tiers_and_is_told_what_each_part_is_worth
     for run in report["resumed"]:
         assert [part["component"] for part in run["components"]] == names
         assert run["compared_steps"] == [14, 16, 18, 20, 22, 24]
-        assert [metric["name"] for metric in run["metrics"]] == ["loss", "seconds"] or ["seconds", "loss"]
+        assert {metric["name"]: metric["equal"] for metric in run["metrics"]} == {"loss": True, "seconds": False}
     assert report["not_compared"] == {"unseeded_generators": [], "metrics": ["seconds"]}
     assert [run["run"] for run in report["without"]] == [f"without-{name}" for name in names]
     for run in report["without"]:
@@ -76,6 +76,7 @@ def test_an_exact_job_passes_from_both_tiers_and_is_told_what_each_part_is_worth
         assert len(part["growth"]) == 6
     page = (found.out / "report.md").read_text()
     assert "| model | yes | 0 |  |  |" in page
+    assert "metric seconds" not in page
     assert "report.png" in page
     assert (found.out / "report.png").read_bytes().startswith(b"\x89PNG")
 
@@ -159,6 +160,12 @@ def test_a_command_without_a_checkpointer_is_bad_input(audit):
     found = audit("uses no easyckpt")
     assert found.code == 2
     assert "has made no Checkpointer" in found.said
+
+
+def test_a_command_that_ends_before_it_is_to_be_stopped_is_bad_input(audit):
+    found = audit("ends early")
+    assert found.code == 2
+    assert "ends after 5 saved steps by itself" in found.said
 
 
 @pytest.mark.parametrize(

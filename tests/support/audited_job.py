@@ -83,5 +83,7 @@ with easyckpt.Checkpointer(root, state, save_storage_interval=10, **settings) as
             optimizer.step()
             scheduler.step()
             step += 1
+            if mistake == "ends early" and step > 5:
+                sys.exit(0)
             checkpointer.log(loss=loss, seconds=time.time())
             checkpointer.save_if_needed(step)

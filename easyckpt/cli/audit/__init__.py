@@ -109,8 +109,11 @@ class _Auditing:
         self._notes, series = notes_of(storage), metrics_of(storage)
         if not self._notes:
             raise UsageError(f"the command has made no Checkpointer; see {self._straight.log}")
-        if not catalog.scan(storage, NativeNaming()).committed():
-            raise UsageError(f"the command has finished no step that it saves; see {self._straight.log}")
+        newest = max((entry.step for entry in catalog.scan(storage, NativeNaming()).committed()), default=0)
+        if newest <= result.at:
+            raise UsageError(
+                f"the command ends after {newest} saved steps by itself: choose --at and --steps below that"
+            )
         if self._differs_from_itself():
             return series
         stopped = self._stop(kill, chance, typical_flush(storage))

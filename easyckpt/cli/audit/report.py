@@ -133,37 +133,40 @@ def tables(audit: Audit) -> list[tuple[str, Sequence[str], list[Sequence[object]
     """(title, columns, rows)."""
     found: list[tuple[str, Sequence[str], list[Sequence[object]]]] = []
     if audit.twice is not None and audit.why is not None:
-        found.append(("straight run against straight run", _COLUMNS, _rows(audit.twice)))
+        found.append(("straight run against straight run", _COLUMNS, _rows(audit.twice, audit)))
     for resumed, _ in audit.resumed:
         title = f"resumed from {resumed.tier} at step {resumed.loaded}, against the straight run"
-        found.append((title, _COLUMNS, _rows(resumed)))
+        found.append((title, _COLUMNS, _rows(resumed, audit)))
     if audit.without:
         columns = ["left out of the resume", "components that differ then", "largest difference#", "in the metrics#"]
-        found.append(("what each part is worth", columns, [_worth(each) for each in audit.without]))
+        found.append(("what each part is worth", columns, [_worth(each, audit) for each in audit.without]))
     return found
 
 
 _COLUMNS = ["component", "equal to the bit?", "largest difference#", "first differing tensor", "step#"]
 
 
-def _rows(found: Findings) -> list[Sequence[object]]:
+def _rows(found: Findings, audit: Audit) -> list[Sequence[object]]:
     rows: list[Sequence[object]] = [
         (spoken(part.component), _yes(part.equal), _size(part.largest, part.equal), part.first_tensor, part.first_step)
         for part in found.parts.values()
     ]
-    rows += [(f"metric {m.name}", _yes(m.equal), _size(m.largest, m.equal), None, m.first_step) for m in
-             found.metrics.values()]  # fmt: skip
+    rows += [
+        (f"metric {metric.name}", _yes(metric.equal), _size(metric.largest, metric.equal), None, metric.first_step)
+        for metric in found.metrics.values()
+        if metric.name not in audit.unrepeated
+    ]
     return [tuple("" if cell is None else cell for cell in row) for row in rows]
 
 
-def _worth(found: Findings) -> Sequence[object]:
-    numbers = [value for part in found.parts.values() for value in [part.largest] if value is not None]
-    metrics = [metric.largest for metric in found.metrics.values() if metric.largest is not None and not metric.equal]
+def _worth(found: Findings, audit: Audit) -> Sequence[object]:
+    parts = [part.largest for part in found.parts.values() if part.largest is not None]
+    metrics = [m for m in found.metrics.values() if not m.equal and m.name not in audit.unrepeated]
     return (
         spoken(found.name.removeprefix("without-")),
         ", ".join(map(spoken, found.differing)) or "none",
-        _size(max(numbers, default=0.0), not found.differing),
-        _size(max(metrics, default=0.0), not metrics),
+        _size(max(parts, default=0.0), not found.differing),
+        _size(max((m.largest for m in metrics if m.largest is not None), default=0.0), not metrics),
     )
 
 
