@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from easyckpt.cli import diff, inspect, output, rescue, stat, verify
+from easyckpt.cli import diff, export, inspect, output, rescue, stat, verify
 from easyckpt.version import VERSION
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ verify.register(app)
 rescue.register(app)
 diff.register(app)
 stat.register(app)
+export.register(app)
 
 
 def _show_version(asked: bool) -> None:
