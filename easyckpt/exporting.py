@@ -27,6 +27,8 @@ from easyckpt.storage.base import ALIGNMENT, FileWriter
 from easyckpt.storage.local import LocalStorage
 
 _BUFFER = 8 << 20
+#: Elements that are cast in one go.
+_CAST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +155,16 @@ def _cast(weight: Weight, pieces: Iterator[torch.Tensor], result: Exported) -> I
         if source is target:
             yield _bytes(data)
             continue
-        values = data.view(source)
-        if source.itemsize == 1:
-            values = values.to(torch.float32)  # what every torch can do with young dtypes
-        cast = values.to(target)
-        lost = int((cast.isinf() & ~values.isinf()).sum())
-        if lost:
-            result.overflows[weight.key] = result.overflows.get(weight.key, 0) + lost
-        yield _bytes(cast.view(torch.uint8))
+        # Small pieces: what is made on the way comes from the same memory again and again.
+        for begin in range(0, data.numel(), _CAST * source.itemsize):
+            values = data[begin : begin + _CAST * source.itemsize].view(source)
+            if source.itemsize == 1:
+                values = values.to(torch.float32)  # what every torch can do with young dtypes
+            cast = values.to(target)
+            lost = int((cast.isinf() & ~values.isinf()).sum())
+            if lost:
+                result.overflows[weight.key] = result.overflows.get(weight.key, 0) + lost
+            yield _bytes(cast.view(torch.uint8))
 
 
 def _bytes(data: torch.Tensor) -> memoryview:

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-#: Elements that are looked at as numbers in one go: what is made on the way takes some tens of megabytes.
-_BLOCK = 1 << 20
+#: Elements that are looked at as numbers in one go: what is made on the way takes a few megabytes.
+_BLOCK = 1 << 17
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _SMALL_INTS = frozenset(
