@@ -42,6 +42,7 @@ class _Archive:
         self._storages = [number for number, size in reversed(list(enumerate(sizes))) if size]  # the next one last
         self._crc: int | None = None  # of the storage whose descriptor comes next
         self._checksums: dict[int, int] = {}  # by number of the storage
+        self._failure: BaseException | None = None
         self._tail = bytearray()  # what was written since the last storage: the directory of the archive is in it
 
     def write(self, data: memoryview | bytes) -> int:
@@ -59,8 +60,17 @@ class _Archive:
         """Fill the place of a storage, over which torch.save skips."""
         if whence != 1 or count < 0 or not self._storages:
             raise OSError("this version of torch writes archives in another way than this one of easyckpt knows")
-        self._flush()
         number = self._storages.pop()
+        self._position += count
+        if self._failure is None:
+            try:
+                self._fill(number, count)
+            except BaseException as error:  # noqa: BLE001 - raised by `finish`: torch would put its own in its place
+                self._failure = error
+        return self._position
+
+    def _fill(self, number: int, count: int) -> None:
+        self._flush()
         crc = written = 0
         for piece in self._pieces(number):
             crc = zlib.crc32(piece, crc)
@@ -68,10 +78,7 @@ class _Archive:
             written += piece.nbytes
         if written != count:
             raise OSError(f"torch left {count} bytes for a storage of {written}")
-        self._crc = crc
-        self._checksums[number] = crc
-        self._position += count
-        return self._position
+        self._crc = self._checksums[number] = crc
 
     def tell(self) -> int:
         """How much was written."""
@@ -81,7 +88,9 @@ class _Archive:
         """Nothing is held back that could be written yet."""
 
     def finish(self) -> None:
-        """Put the storages' checksums into the archive's directory, and write it."""
+        """Put the storages' checksums into the archive's directory, and write it. Raises what has failed before."""
+        if self._failure is not None:
+            raise self._failure
         if self._storages:
             raise OSError(f"torch left no place for {len(self._storages)} storages")
         position = self._tail.find(_ENTRY)
