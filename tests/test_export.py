@@ -153,7 +153,7 @@ def test_a_component_can_be_chosen(trained, tmp_path, run):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["out.bin", "--dtype", "fp16"], "ends with .safetensors or .pth"),
+        (["out.bin", "--dtype", "fp16"], "must be a .safetensors"),
         (["there.pth", "--dtype", "fp16"], "exists already"),
         (["exp/m.pth", "--dtype", "fp16"], "lies in the checkpoint root"),
         (["exp/step-00000001/m.pth", "--dtype", "fp16", "--force"], "lies in the checkpoint root"),

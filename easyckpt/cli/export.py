@@ -16,7 +16,7 @@ from easyckpt.contents import Component, Opened
 from easyckpt.errors import UsageError
 from easyckpt.exporting import Exported, Weight, plan
 from easyckpt.exporting import export as write
-from easyckpt.format.layout import weights_format
+from easyckpt.format.layout import WEIGHTS_FILE, weights_format
 
 
 class Precision(str, Enum):
@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
 def export(
     checkpoint: Annotated[str, typer.Argument(metavar="ROOT[@STEP]", help=TARGET_HELP, show_default=False)],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="A .safetensors, .pth or .pt file.", show_default=False)],
+    out: Annotated[str, typer.Argument(metavar="OUT", help=f"Where to: {WEIGHTS_FILE}.", show_default=False)],
     *,
     dtype: Annotated[Precision, typer.Option(help="What floating tensors become.", show_default=False)],
     component: Annotated[
@@ -86,7 +86,7 @@ def export(
 
 def _check_out(out: str, target: Target, *, force: bool) -> None:
     if weights_format(out) is None:
-        raise UsageError(f"{out}: the name says in which format to write: give one that ends with .safetensors or .pth")
+        raise UsageError(f"{out}: the name says in which format to write: it must be {WEIGHTS_FILE}")
     root, place = os.path.realpath(target.root), os.path.realpath(os.path.dirname(out) or ".")
     if place == root or place.startswith(root.rstrip("/") + "/"):
         raise UsageError(f"{out}: lies in the checkpoint root {target.root}, where nothing but checkpoints belongs")

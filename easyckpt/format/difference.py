@@ -57,7 +57,10 @@ def largest_difference(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtyp
         where = differing_bits(*pair, dtype)
         count += int(where.sum())
         if is_number(dtype):
-            here, there = (_bits(side, dtype)[where].reshape(-1) for side in pair)
+            here, there = (_bits(side, dtype) for side in pair)
+            if not bool(where.all()):  # picking takes longer than subtracting
+                here, there = here[where], there[where]
+            here, there = here.reshape(-1), there.reshape(-1)
             largest = further(largest, _largest(here, there, dtype))
     return count, largest
 
