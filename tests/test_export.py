@@ -159,6 +159,7 @@ def test_a_component_can_be_chosen(trained, tmp_path, run):
         (["exp/step-00000001/m.pth", "--dtype", "fp16", "--force"], "lies in the checkpoint root"),
         (["m.pth", "--dtype", "fp16", "--component", "nobody"], "no component 'nobody'"),
         (["m.pth", "--dtype", "fp16", "--component", "optimizer"], "holds no tensors"),
+        (["m\\n.pth", "--dtype", "fp16"], "no name for a file"),
         (["nowhere/m.pth", "--dtype", "fp16"], "No such file"),
     ],
 )

@@ -16,7 +16,7 @@ from easyckpt.contents import Component, Opened
 from easyckpt.errors import UsageError
 from easyckpt.exporting import Exported, Weight, plan
 from easyckpt.exporting import export as write
-from easyckpt.format.layout import WEIGHTS_FILE, weights_format
+from easyckpt.format.layout import WEIGHTS_FILE, safe_name, weights_format
 
 
 class Precision(str, Enum):
@@ -90,6 +90,8 @@ def _check_out(out: str, target: Target, *, force: bool) -> None:
     root, place = os.path.realpath(target.root), os.path.realpath(os.path.dirname(out) or ".")
     if place == root or place.startswith(root.rstrip("/") + "/"):
         raise UsageError(f"{out}: lies in the checkpoint root {target.root}, where nothing but checkpoints belongs")
+    if not safe_name(os.path.basename(out)):
+        raise UsageError(f"{out}: is no name for a file")
     if os.path.isdir(out):
         raise UsageError(f"{out}: is a directory")
     if os.path.lexists(out) and not force:
