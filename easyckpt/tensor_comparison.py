@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from itertools import product
 
 import torch
 
 from easyckpt.contents import Stretch
 from easyckpt.format.difference import differing_bits, element_text, further, largest_difference
 from easyckpt.format.dtypes import DTYPES
+from easyckpt.pieces import boxes, gather, whole_box
 
 #: Tensors whose memory formats differ are compared block by block, each of at most this size.
 _BLOCK_BYTES = 8 << 20
@@ -76,59 +75,11 @@ def _blocks(one: Stretch, other: Stretch) -> Iterator[Piece]:
     """Equal blocks of both, with their elements in the order of the first side."""
     spec = one.spec
     item = DTYPES[spec.dtype].itemsize
-    for start, shape in _boxes((0,) * len(spec.shape), spec.shape, _BLOCK_BYTES // item):
-        a, b = _gather(one, start, shape, item), _gather(other, start, shape, item)
+    for start, shape in boxes(whole_box(one), _BLOCK_BYTES // item):
+        a, b = gather(one, start, shape, item), gather(other, start, shape, item)
         back = [other.spec.order.index(dimension) for dimension in spec.order]
         twin = b.permute(*back, len(back)).reshape(-1)
         yield _Positions(shape, spec.order, start, 0), a.reshape(-1), twin
-
-
-Index = tuple[int, ...]
-
-
-def _boxes(start: Index, shape: Index, limit: int) -> Iterator[tuple[Index, Index]]:
-    """Cut a box (its first index and its shape) into boxes of at most `limit` elements, nearly cubes."""
-    if math.prod(shape) <= limit:
-        yield start, shape
-        return
-    longest = max(range(len(shape)), key=lambda dimension: shape[dimension])
-    half = shape[longest] // 2
-    for offset, size in ((0, half), (half, shape[longest] - half)):
-        yield from _boxes(
-            tuple(here + (offset if d == longest else 0) for d, here in enumerate(start)),
-            tuple(size if d == longest else here for d, here in enumerate(shape)),
-            limit,
-        )
-
-
-def _gather(stretch: Stretch, start: Index, shape: Index, item: int) -> torch.Tensor:
-    """The bytes of a block, in the order in which the tensor is stored: (*shape in that order, item)."""
-    order, whole = stretch.spec.order, stretch.spec.stored_shape
-    begin, size = [start[d] for d in order], [shape[d] for d in order]
-    inner = len(order)
-    while inner and size[inner - 1] == whole[inner - 1]:
-        inner -= 1  # dimensions that the block has in full are one run of memory
-    inner = max(inner - 1, 0)
-    run = math.prod(size[inner:]) * item
-    target = torch.empty(math.prod(size) * item, dtype=torch.uint8)
-    strides = [math.prod(whole[d + 1 :]) * item for d in range(len(whole))]
-    tail = begin[inner] * strides[inner] if order else 0
-    position = 0
-    for outer in product(
-        *(range(first, first + count) for first, count in zip(begin[:inner], size[:inner], strict=True))
-    ):
-        offset = tail + sum(here * stride for here, stride in zip(outer, strides, strict=False))
-        for piece in _run(stretch, offset, offset + run):
-            target[position : position + piece.numel()] = piece
-            position += piece.numel()
-    return target.view(*size, item)
-
-
-def _run(stretch: Stretch, begin: int, end: int) -> Iterator[torch.Tensor]:
-    while begin < end:
-        piece = stretch.read(begin, end)
-        yield piece
-        begin += piece.numel()
 
 
 def _first(positions: _Positions, piece: torch.Tensor, twin: torch.Tensor, dtype: torch.dtype) -> str:

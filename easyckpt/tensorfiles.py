@@ -44,7 +44,7 @@ class TensorFile:
         self._closing = ExitStack()
         kind = layout.weights_format(path)
         if kind is None:
-            raise UsageError(f"{path}: neither a checkpoint nor a .safetensors, .pth or .pt file")
+            raise UsageError(f"{path}: neither a checkpoint nor {layout.WEIGHTS_FILE}")
         read = _safetensors if kind == "safetensors" else _torch_file
         try:
             self.components: dict[str, Component] = read(path, on_bytes, self._closing)

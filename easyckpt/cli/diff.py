@@ -13,11 +13,11 @@ from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import resolve
 from easyckpt.comparison import Comparison, compare, compare_components
 from easyckpt.errors import UsageError
-from easyckpt.format.layout import weights_format
+from easyckpt.format.layout import WEIGHTS_FILE, weights_format
 from easyckpt.tensorfiles import TensorFile
 
 _DIFFERENT = 1
-_SIDE = "A checkpoint (ROOT, ROOT@STEP, a step directory), or a .safetensors, .pth or .pt file."
+_SIDE = f"A checkpoint (ROOT, ROOT@STEP, a step directory), or {WEIGHTS_FILE}."
 
 
 def register(app: typer.Typer) -> None:

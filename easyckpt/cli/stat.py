@@ -72,8 +72,8 @@ def stat(
 ) -> Answer:
     """Show how large weights and optimizer state are (of the newest checkpoint, unless a step is given).
 
-    Weights: all tensors of modules, buffers too. Optimizer state: its tensors with at least one dimension. Tied tensors,
-    and those that all ranks share, count once.
+    Weights: all tensors of modules, buffers too. Optimizer state: its tensors with at least one dimension. Tied
+    tensors, and those that all ranks share, count once.
 
     Exit code 0: shown; 1: the checkpoint is damaged; 2: bad input.
 

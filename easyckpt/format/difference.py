@@ -6,8 +6,8 @@ import math
 
 import torch
 
-#: Elements that are looked at as numbers in one go: what is made on the way takes some tens of megabytes.
-_BLOCK = 1 << 20
+#: Elements that are looked at as numbers in one go: what is made on the way takes a few megabytes.
+_BLOCK = 1 << 17
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _SMALL_INTS = frozenset(
@@ -57,7 +57,10 @@ def largest_difference(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtyp
         where = differing_bits(*pair, dtype)
         count += int(where.sum())
         if is_number(dtype):
-            here, there = (_bits(side, dtype)[where].reshape(-1) for side in pair)
+            here, there = (_bits(side, dtype) for side in pair)
+            if not bool(where.all()):  # picking takes longer than subtracting
+                here, there = here[where], there[where]
+            here, there = here.reshape(-1), there.reshape(-1)
             largest = further(largest, _largest(here, there, dtype))
     return count, largest
 

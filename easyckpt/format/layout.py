@@ -14,9 +14,10 @@ import xxhash
 MANIFEST = "manifest.json"
 ROOT_FILE = "easyckpt.json"
 LATEST = "latest"
-#: How files of weights end: what is exported, and what is compared.
+#: How files of weights end: what is exported, and what is compared; and how people are told so.
 SAFETENSORS = ".safetensors"
 TORCH_FILES = (".pth", ".pt")
+WEIGHTS_FILE = f"a {SAFETENSORS}, {TORCH_FILES[0]} or {TORCH_FILES[1]} file"
 LEASE = "lease.json"
 PINS = "pins"
 EVENTS = "events"

@@ -1,0 +1,241 @@
+"""`easyckpt export`: the file holds exactly the module's weights, cast, whole, and the checkpoint stays as it was."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import easyckpt
+from easyckpt import exporting
+from easyckpt.cli import app
+from easyckpt.format import layout
+from easyckpt.storage.localfile import LocalFileWriter
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self):
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command line in this process."""
+
+    def call(*arguments) -> Ran:
+        with pytest.raises(SystemExit) as ended:
+            app([str(argument) for argument in arguments])
+        return Ran(ended.value.code, *capsys.readouterr())
+
+    return call
+
+
+class Model(nn.Module):
+    """Tied weights, buffers, a channels-last and an empty parameter, several dtypes, and a tensor of many pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(1500, 1001)
+        self.norm = nn.BatchNorm1d(4)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(7, 5).t())
+        self.head = nn.Linear(1001, 1500, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("wide", torch.randn(3, dtype=torch.float64))
+
+
+def load(path):
+    if path.suffix == ".pth":
+        return torch.load(path, weights_only=True)
+    return safetensors.torch.load_file(path)
+
+
+def everything_in(directory: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path): (path.stat().st_mtime_ns, b"" if path.is_dir() else path.read_bytes())
+        for path in [directory, *sorted(directory.rglob("*"))]
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("export") / "exp"
+    model = Model()
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "ema": {"w": torch.randn(4)}}
+    with easyckpt.Checkpointer(root, state, signals=()) as ckpt:
+        ckpt.save(1, wait=True)
+    return root, model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_the_file_loads_strictly_and_holds_the_weights_cast(trained, tmp_path, run, suffix, dtype):
+    root, model = trained
+    out = tmp_path / f"model{suffix}"
+    before = everything_in(root)
+    ran = run("export", f"{root}@1", out, "--dtype", dtype, "--json")
+    assert ran.code == 0
+    assert ran.document["file_bytes"] == out.stat().st_size
+    assert ran.document["tied"] == {"head.weight": "embedding.weight"}
+    loaded = load(out)
+    assert set(loaded) == set(model.state_dict())
+    for name, live in model.state_dict().items():
+        wanted = live.to(DTYPES[dtype]) if live.is_floating_point() else live
+        assert loaded[name].dtype == wanted.dtype
+        assert torch.equal(loaded[name], wanted), name
+    Model().load_state_dict(loaded, strict=True)
+    assert everything_in(root) == before
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_a_pth_is_as_torch_would_write_it(trained, tmp_path, run):
+    """Ties, memory formats and checksums; mapping it works too."""
+    root, model = trained
+    out = tmp_path / "model.pth"
+    assert run("export", root, out, "--dtype", "fp32").code == 0
+    loaded = load(out)
+    assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
+    assert loaded["conv.weight"].is_contiguous(memory_format=torch.channels_last)
+    assert loaded["turned"].stride() == model.turned.stride()
+    assert zipfile.ZipFile(out).testzip() is None
+    mapped = torch.load(out, weights_only=True, mmap=True)
+    assert all(torch.equal(mapped[name], tensor) for name, tensor in model.state_dict().items() if tensor.dim() != 1)
+    torch.save(dict(model.state_dict()), tmp_path / "theirs.pth")
+    assert abs((tmp_path / "theirs.pth").stat().st_size - out.stat().st_size) < 1 << 12
+
+
+def test_both_sizes_are_printed(trained, tmp_path, run):
+    root, model = trained
+    ran = run("export", root, tmp_path / "m.safetensors", "--dtype", "fp16", "--json")
+    once = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values() if tensor.numel()}
+    assert ran.document["checkpoint_bytes"] == sum(once.values())
+    table = run("export", root, tmp_path / "n.safetensors", "--dtype", "fp16").out
+    assert str(ran.document["checkpoint_bytes"]) in table
+    assert str(ran.document["file_bytes"]) in table
+
+
+def test_values_beyond_half_precision_are_counted_and_said(tmp_path, run):
+    model = nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[65504.0, -1e6, float("inf")]]))
+    with easyckpt.Checkpointer(tmp_path / "exp", {"model": model}, signals=()) as ckpt:
+        ckpt.save(1, wait=True)
+    ran = run("export", tmp_path / "exp", tmp_path / "m.pth", "--dtype", "fp16", "--json")
+    assert ran.document["overflows"] == {"weight": 1}
+    assert "1 values are too large for fp16" in ran.err
+    assert load(tmp_path / "m.pth")["weight"].tolist() == [[65504.0, -float("inf"), float("inf")]]
+    assert run("export", tmp_path / "exp", tmp_path / "n.pth", "--dtype", "bf16", "--json").document["overflows"] == {}
+
+
+def test_a_component_can_be_chosen(trained, tmp_path, run):
+    root, _ = trained
+    assert run("export", root, tmp_path / "ema.pth", "--dtype", "fp32", "--component", "ema").code == 0
+    assert load(tmp_path / "ema.pth")["w"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["out.bin", "--dtype", "fp16"], "must be a .safetensors"),
+        (["there.pth", "--dtype", "fp16"], "exists already"),
+        (["exp/m.pth", "--dtype", "fp16"], "lies in the checkpoint root"),
+        (["exp/step-00000001/m.pth", "--dtype", "fp16", "--force"], "lies in the checkpoint root"),
+        (["m.pth", "--dtype", "fp16", "--component", "nobody"], "no component 'nobody'"),
+        (["m.pth", "--dtype", "fp16", "--component", "optimizer"], "holds no tensors"),
+        (["m\\n.pth", "--dtype", "fp16"], "no name for a file"),
+        (["nowhere/m.pth", "--dtype", "fp16"], "No such file"),
+    ],
+)
+def test_bad_input_writes_nothing(trained, tmp_path, run, monkeypatch, arguments, words):
+    root, _ = trained
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exp").symlink_to(root)
+    (tmp_path / "there.pth").write_bytes(b"mine")
+    before, outside = everything_in(root), sorted(path.name for path in tmp_path.iterdir())
+    ran = run("export", "exp@1", *arguments)
+    assert ran.code == 2
+    assert words in ran.err
+    assert everything_in(root) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == outside
+    assert (tmp_path / "there.pth").read_bytes() == b"mine"
+
+
+def test_force_replaces_the_file(trained, tmp_path, run):
+    root, _ = trained
+    (tmp_path / "m.pth").write_bytes(b"old")
+    assert run("export", root, tmp_path / "m.pth", "--dtype", "bf16", "--force").code == 0
+    assert "embedding.weight" in load(tmp_path / "m.pth")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_damage_leaves_the_old_file_and_no_half_of_a_new_one(tmp_path, run, suffix):
+    with easyckpt.Checkpointer(tmp_path / "exp", {"model": nn.Linear(3000, 1000)}, signals=()) as ckpt:
+        ckpt.save(1, wait=True)
+    shard = tmp_path / "exp" / layout.step_dir(1) / layout.shard_file(0)
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1  # in the second chunk: a part was written by then
+    shard.write_bytes(data)
+    out = tmp_path / f"m{suffix}"
+    out.write_bytes(b"old")
+    ran = run("export", tmp_path / "exp", out, "--dtype", "fp32", "--force")
+    assert ran.code == 1
+    assert "chunk 1" in ran.err
+    assert out.read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exp", out.name]
+
+
+def test_the_file_is_durable_before_it_has_its_name(trained, tmp_path, run, monkeypatch):
+    calls = []
+    sync, rename = LocalFileWriter.sync, exporting.LocalStorage.rename
+    monkeypatch.setattr(LocalFileWriter, "sync", lambda self: (calls.append("sync"), sync(self))[1])
+    monkeypatch.setattr(
+        exporting.LocalStorage, "rename", lambda self, *names: (calls.append("rename"), rename(self, *names))[1]
+    )
+    assert run("export", trained[0], tmp_path / "m.pth", "--dtype", "fp16").code == 0
+    assert calls == ["sync", "rename"]
+
+
+def test_several_modules_must_be_told_apart(tmp_path, run):
+    state = {"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)}
+    with easyckpt.Checkpointer(tmp_path / "exp", state, signals=()) as ckpt:
+        ckpt.save(1, wait=True)
+    ran = run("export", tmp_path / "exp", tmp_path / "m.pth", "--dtype", "fp16")
+    assert ran.code == 2
+    assert "one, two" in ran.err
+    assert run("export", tmp_path / "exp", tmp_path / "m.pth", "--dtype", "fp16", "--component", "two").code == 0
+
+
+class Extra(nn.Linear):
+    """A module that is saved by way of its state_dict."""
+
+    def get_extra_state(self):
+        return {"note": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_extra_state_is_left_out_and_named(tmp_path, run):
+    with easyckpt.Checkpointer(tmp_path / "exp", {"model": Extra(2, 2)}, signals=()) as ckpt:
+        ckpt.save(1, wait=True)
+    ran = run("export", tmp_path / "exp", tmp_path / "m.pth", "--dtype", "fp32", "--json")
+    assert ran.code == 0
+    assert any("_extra_state" in path for path in ran.document["left_out"])
+    assert set(load(tmp_path / "m.pth")) == {"weight", "bias"}
