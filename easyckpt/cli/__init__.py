@@ -9,12 +9,12 @@ import sys
 
 import typer
 
-from easyckpt.cli import inspect, output, rescue, verify
+from easyckpt.cli import copying, housekeeping, inspect, output, rescue, verify
 from easyckpt.version import VERSION
 
 app = typer.Typer(
     name="easyckpt",
-    help="Look at, check and rescue easyckpt checkpoints.",
+    help="Look at, check and look after easyckpt checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -23,6 +23,8 @@ app = typer.Typer(
 inspect.register(app)
 verify.register(app)
 rescue.register(app)
+housekeeping.register(app)
+copying.register(app)
 
 
 def _show_version(asked: bool) -> None:
@@ -35,7 +37,7 @@ def _show_version(asked: bool) -> None:
 def _easyckpt(
     version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
 ) -> None:
-    """Look at, check and rescue easyckpt checkpoints."""
+    """Look at, check and look after easyckpt checkpoints."""
 
 
 def main() -> None:
