@@ -16,6 +16,7 @@ from easyckpt.memory.owner import OwnerLock
 from easyckpt.memory.place import memory_directory, user_name
 from easyckpt.storage.base import Storage
 from easyckpt.storage.lease import Lease
+from easyckpt.storage.lease_chain import look
 
 logger = logging.getLogger("easyckpt")
 
@@ -33,26 +34,37 @@ def owned_root(
     arena = layout.arena_id(run, os.path.realpath(storage.root))
     # The lock of the job's rank 0: a job that lives here holds it, and one that starts meanwhile does not get it.
     owner = os.path.join(directory, layout.owner_file(user_name(), arena, 0))
-    with owned_arenas([owner], storage.root), owned_lease(storage, run, owner, config, on_wait) as check:
+    with owned_arenas([owner], storage), owned_lease(storage, run, owner, config, on_wait) as check:
         yield check
 
 
 @contextlib.contextmanager
-def owned_arenas(owners: Collection[str], root: str) -> Iterator[None]:
-    """Own the arenas of these owner files, as a job that starts now would: it waits, or this refuses.
-
-    A file that is made for that is removed again.
-    """
+def owned_arenas(owners: Collection[str], storage: Storage) -> Iterator[None]:
+    """Own the arenas of these owner files, as a job that starts now would: it waits, or this refuses."""
     with contextlib.ExitStack() as stack:
         for path in sorted(owners):
             made = not os.path.lexists(path)
             lock = OwnerLock(path)
             if not lock.try_acquire():
                 raise RootInUse(
-                    f"{root} is in use by {OwnerLock.describe_holder(path)} ({path} is locked): stop that job first"
+                    f"{storage.root} is in use by {OwnerLock.describe_holder(path)} ({path} is locked): stop that job "
+                    "first"
                 )
-            stack.callback(lock.release, unlink=made)
+            stack.callback(_give_back, lock, storage, made=made)
         yield
+
+
+def _give_back(lock: OwnerLock, storage: Storage, *, made: bool) -> None:
+    """Release `lock`, without a trace if it was made for this.
+
+    A lease that could not be released names it: the file, found free, proves to the next owner that this one is gone.
+    """
+    try:
+        seen = look(storage)
+        named = seen is not None and (seen.owner is None or seen.owner.lock == lock.path)
+    except (EasyckptError, OSError):
+        named = True
+    lock.release(unlink=made and not named)
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def rescue(
     directory, _ = memory_directory(config.memory_dir)
     # What is found now may be gone, or be of other steps, once it is owned: a job may live and go on until then.
     owners = {layout.owner_beside(path) for path, _ in _slots(storage, _record(storage), directory, user)}
-    with owned_arenas(owners, storage.root):
+    with owned_arenas(owners, storage):
         record = _record(storage)
         if not _whole_groups(storage, record, directory, user, owners):
             return []
