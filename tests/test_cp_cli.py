@@ -331,6 +331,24 @@ def test_a_shard_of_many_chunks_is_copied_exactly(tmp_path, run):
 
 # Kills and errors.
 
+
+@pytest.mark.parametrize("command", ["cp", "verify"])
+def test_an_interrupt_in_the_middle_of_a_read_or_write_ends_it_as_an_interrupt(old, new, run, monkeypatch, command):
+    def interrupted(name):
+        if name == "storage.write.after":
+            raise KeyboardInterrupt
+
+    def reads(descriptor, views, offset):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(failpoints, "hit", interrupted)
+    if command == "verify":
+        monkeypatch.setattr(os, "preadv", reads)
+    ran = run(*(("cp", f"{old}@4", new) if command == "cp" else ("verify", f"{old}@4")))
+    assert (ran.code, ran.err) == (130, "easyckpt: interrupted\n")
+    assert command == "verify" or os.listdir(new) == []
+
+
 COPIES = """
 import sys
 from easyckpt.cli import app
@@ -338,28 +356,40 @@ app(["cp", sys.argv[1], sys.argv[2]])
 """
 
 
-@pytest.mark.parametrize("action", ["kill", "error:ENOSPC", "error:EIO"])
-def test_a_kill_or_an_error_anywhere_leaves_no_half_copy_and_the_next_one_succeeds(old, new, run, tmp_path, action):
+def crash(old: Path, place: Path, run, armed: str, *, resumes: bool) -> None:
+    """One copy that is killed or fails, one that is not, and what must hold in between and after it."""
     source = f"{old}@4"
+    child = fork_program(COPIES, source, place, directory=place.parent, **{failpoints.ENVIRONMENT_VARIABLE: armed})
+    where = f"{armed}: {child.communicate(60)}"
+    assert child.returncode in ((-signal.SIGKILL,) if armed.endswith("kill") else (0, 2)), where
+    there = committed(place) == [4]
+    assert there or committed(place) == [], where
+    assert there or child.returncode != 0, where
+    assert all_good(place), where
+    assert run("cp", source, place).code == (2 if there else 0), where
+    assert committed(place) == [4], where
+    if resumes:
+        assert train(place, 5)[0].step == 4, where
+        assert catalog.scan(LocalStorage(place), NATIVE).of_kind("temporary") == []
+
+
+def test_a_kill_or_an_error_leaves_no_half_copy_and_the_next_one_succeeds(old, new, run, tmp_path):
+    """A sample of each failpoint that a copy comes to."""
     before = everything_in(old)
-    hits = hits_of(COPIES, source, new, directory=tmp_path)
+    hits = hits_of(COPIES, f"{old}@4", new, directory=tmp_path)
     assert hits["storage.write.before"] >= 3
     for name, count in sorted(hits.items()):
-        for number in range(1, count + 1) if action == "kill" else {1, (count + 1) // 2, count}:
-            place = tmp_path / f"{name}-{number}"
-            armed = {failpoints.ENVIRONMENT_VARIABLE: f"{name}@{number}={action}"}
-            child = fork_program(COPIES, source, place, directory=tmp_path, **armed)
-            said = child.communicate(60)
-            where = f"{name}@{number}: {said}"
-            assert child.returncode in ((-signal.SIGKILL,) if action == "kill" else (0, 2)), where
-            assert committed(place) in ([], [4]), where
-            assert all_good(place), where
-            there = committed(place) == [4]
-            if child.returncode == 0:
-                assert there, where
-            assert run("cp", source, place).code == (2 if there else 0), where
-            assert committed(place) == [4], where
-            restored, _ = train(place, 5)
-            assert restored.step == 4, where
-            assert [entry.name for entry in catalog.scan(LocalStorage(place), NATIVE).of_kind("temporary")] == []
+        for number in {1, (count + 1) // 2, count}:
+            crash(old, tmp_path / f"{name}-{number}", run, f"{name}@{number}=kill", resumes=number == count)
+        error = random.Random(name).choice(("ENOSPC", "EIO"))
+        crash(old, tmp_path / f"{name}-error", run, f"{name}@{(count + 1) // 2}=error:{error}", resumes=False)
     assert everything_in(old) == before
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("action", ["kill", "error:ENOSPC", "error:EIO"])
+def test_a_kill_or_an_error_at_every_hit_leaves_no_half_copy(old, new, run, tmp_path, action):
+    for name, count in sorted(hits_of(COPIES, f"{old}@4", new, directory=tmp_path).items()):
+        for number in range(1, count + 1):
+            crash(old, tmp_path / f"{name}-{number}", run, f"{name}@{number}={action}", resumes=True)

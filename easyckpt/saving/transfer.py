@@ -166,18 +166,13 @@ def _copy_file(
 ) -> None:
     """Copy one file durably, chunk by chunk. Raises DamagedCheckpoint where its bytes are not those of the manifest."""
     hasher = ChunkHasher()
+    view = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # page-aligned; not closed by name: an error's frames may hold it
     try:
-        with (
-            source.reader(path) as reader,
-            target.create(copy) as writer,
-            mmap.mmap(-1, CHUNK_BYTES) as buffer,
-            memoryview(buffer) as view,
-        ):
+        with source.reader(path) as reader, target.create(copy) as writer:
             for offset in range(0, expected.size, CHUNK_BYTES):
                 count = min(reader.read_into(view, offset), expected.size - offset)
-                with view[:count] as piece, view[: align(count)] as blocks:
-                    hasher.update(piece)
-                    writer.write_at(blocks, offset)
+                hasher.update(view[:count])
+                writer.write_at(view[: align(count)], offset)
                 on_bytes(count)
             writer.truncate(expected.size)
             if file_digest(hasher.size, hasher.finish()) != expected.digest:
