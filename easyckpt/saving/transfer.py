@@ -103,7 +103,7 @@ def _accepts(target: Storage, naming: NamingScheme, manifest: Manifest) -> RootR
         raise UsageError(f"{target.root} holds a checkpoint of step {manifest.step} already; nothing was copied")
     copies = {entry.manifest.timeline for entry in there if entry.manifest and entry.manifest.run == manifest.run}
     runs = {entry.manifest.run for entry in there if entry.manifest}
-    if runs - {manifest.run} or (record is not None and _has_trained(record, copies)):
+    if runs - {manifest.run} or (record is not None and not _holds_copies_only(record, manifest, copies)):
         raise UsageError(
             f"{target.root} belongs to another line of training, which could not go on from this checkpoint: give a "
             f"new directory, or one that holds only copies of run {manifest.run}"
@@ -111,9 +111,9 @@ def _accepts(target: Storage, naming: NamingScheme, manifest: Manifest) -> RootR
     return record
 
 
-def _has_trained(record: RootRecord, copies: set[str]) -> bool:
-    """Whether the root has lines of training beside those of the checkpoints that were copied into it."""
-    return any(timeline.id not in copies for timeline in record.timelines)
+def _holds_copies_only(record: RootRecord, manifest: Manifest, copies: set[str]) -> bool:
+    """Whether nobody has trained in the root: its run is not that of the copies, and it has no line of its own."""
+    return record.run != manifest.run and all(timeline.id in copies for timeline in record.timelines)
 
 
 def _check_space(target: Storage, entry: Entry) -> None:
