@@ -123,6 +123,15 @@ def write_root(storage: Storage, record: RootRecord) -> None:
     storage.replace(layout.ROOT_FILE, record.to_bytes())
 
 
+def pinned_steps(storage: Storage) -> set[int]:
+    """Steps that somebody has pinned: each has a file in the root's directory of pins."""
+    try:
+        names = storage.listdir(layout.PINS)
+    except FileNotFoundError:
+        return set()
+    return {step for name in names if (step := layout.parse_pin_file(name)) is not None}
+
+
 def _classify(name: str, naming: NamingScheme) -> Entry | None:
     """The entry that a name alone tells of."""
     step = naming.parse_committed(name)

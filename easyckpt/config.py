@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeVar
 from easyckpt.errors import ConfigError
 
 _UNCATCHABLE = ("SIGKILL", "SIGSTOP")
-_AT_LEAST_ONE = ("save_mem_interval", "save_storage_interval", "slots", "max_failures", "max_ckpt_num")
+_AT_LEAST_ONE = ("save_mem_interval", "save_storage_interval", "slots", "max_failures", "max_ckpt_num", "keep_every")
 _C = TypeVar("_C", bound=type)
 
 
@@ -77,6 +77,18 @@ class CheckpointConfig:
 
     max_ckpt_num: int | None = 5
     """Committed, valid, unpinned checkpoints of the current line that are kept; None keeps all."""
+
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of this stay for ever, beside the newest max_ckpt_num; None: none."""
+
+    keep_best: int = 0
+    """Checkpoints with the best `best_metric` that stay, beside the newest max_ckpt_num; needs best_metric."""
+
+    best_metric: str | None = None
+    """Name under which the training logs (ckpt.log) what keep_best goes by; NaN and infinity are never best."""
+
+    best_mode: Literal["min", "max"] = "min"
+    """Whether the lowest or the highest best_metric is best; of equal ones the earlier step."""
 
     overlap: bool = True
     """Copy what only the optimizer writes during the next forward and backward."""
@@ -150,6 +162,10 @@ class CheckpointConfig:
             f"below half of lease_timeout ({self.lease_timeout:g} s)",
             self.lease_interval,
         )
+        if self.best_metric is None:
+            _check(self.keep_best == 0, "keep_best", "0 without best_metric", self.keep_best)
+        else:
+            _check(self.keep_best > 0, "keep_best", f"at least 1 with best_metric={self.best_metric!r}", self.keep_best)
 
 
 def kinds_of(name: str) -> tuple[type, ...]:
@@ -168,6 +184,10 @@ def converted(name: str, value: Any) -> Any:
         _check(value >= 1, name, "at least 1", value)
     elif name == "min_free_bytes":
         _check(value >= 0, name, "0 or more bytes", value)
+    elif name == "keep_best":
+        _check(value >= 0, name, "0 or more", value)
+    elif name == "best_metric":
+        _check(value != "", name, "the name of a metric or None", value)
     elif name == "optimizer_factor":
         _check(value >= 1, name, "at least 1 or None", value)
     elif kinds_of(name) == (float,):
@@ -192,6 +212,8 @@ def _typed(name: str, value: Any) -> Any:
         return float(value)
     elif tuple in kinds:
         return _signal_names(name, value)
+    elif name == "best_metric":
+        _check(isinstance(value, str), name, "the name of a metric or None", value)
     elif str in kinds:
         _check(isinstance(value, (str, os.PathLike)), name, "a path", value)
         return os.fspath(value)

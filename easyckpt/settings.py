@@ -25,6 +25,10 @@ class Settings(TypedDict, total=False):
     save_mem_interval: int
     save_storage_interval: int
     max_ckpt_num: int | None
+    keep_every: int | None
+    keep_best: int
+    best_metric: str | None
+    best_mode: Literal["min", "max"]
     overlap: bool
     slots: int
     log_file_path: str | os.PathLike[str] | None

@@ -110,21 +110,21 @@ class _Check:
 
     def _digests(self, reader: FileReader, on_bytes: Callable[[int], None]) -> list[str]:
         digests: list[str] = []
-        with mmap.mmap(-1, CHUNK_BYTES) as buffer, memoryview(buffer) as view:
-            for chunk in range(chunk_count(reader.size)):
-                offset = chunk * CHUNK_BYTES
-                expected = min(CHUNK_BYTES, reader.size - offset)
-                try:
-                    size = reader.read_into(view, offset)
-                except OSError as error:
-                    self._unreadable[chunk] = f"cannot be read: {error}"
-                    digests.append("unreadable")
-                    continue
-                with view[: min(size, expected)] as piece:
-                    digests += chunk_digests([piece])
-                    if self._kept is not None:
-                        self._kept.append(bytes(piece))
-                on_bytes(expected)
+        view = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # not closed by name: an interrupt's frames may hold it
+        for chunk in range(chunk_count(reader.size)):
+            offset = chunk * CHUNK_BYTES
+            expected = min(CHUNK_BYTES, reader.size - offset)
+            try:
+                size = reader.read_into(view, offset)
+            except OSError as error:
+                self._unreadable[chunk] = f"cannot be read: {error}"
+                digests.append("unreadable")
+                continue
+            piece = view[: min(size, expected)]
+            digests += chunk_digests([piece])
+            if self._kept is not None:
+                self._kept.append(bytes(piece))
+            on_bytes(expected)
         return digests
 
     def _compare(self, digests: list[str]) -> None:

@@ -37,6 +37,7 @@ from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.housekeeper import Housekeeper
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.policy import Policy
 from easyckpt.saving.saver import SaverParts
 from easyckpt.saving.scalers import ScalerWatch
 from easyckpt.saving.sizing import expected_bytes
@@ -127,7 +128,7 @@ def _make_flusher(
         CommitContext(storage=opened.storage, naming=naming, check_lease=check),
         ranks,
         opened.run,
-        keep_newest=config.max_ckpt_num,
+        policy=Policy.of(config),
         min_free_bytes=config.min_free_bytes,
         emit=events.emit,
     )

@@ -52,6 +52,14 @@ def test_help_explains_every_field_with_its_default():
         ("save_storage_interval", -1),
         ("save_storage_interval", None),
         ("max_ckpt_num", 0),
+        ("keep_every", 0),
+        ("keep_every", 2.5),
+        ("keep_best", -1),
+        ("keep_best", None),
+        ("keep_best", 2),  # of what?
+        ("best_metric", 3),
+        ("best_metric", ""),
+        ("best_mode", "lowest"),
         ("overlap", 1),
         ("slots", 0),
         ("log_file_path", 3),
@@ -194,3 +202,11 @@ def test_a_misspelled_variable_is_named(caplog):
         "environment variable EASYCKPT_SAVE_INTERVAL is no setting and changes nothing; did you mean "
         "EASYCKPT_SAVE_MEM_INTERVAL?"
     ]
+
+
+def test_a_metric_of_which_none_is_kept_is_refused():
+    with pytest.raises(ConfigError, match="keep_best must be at least 1 with best_metric='loss', not 0"):
+        CheckpointConfig(best_metric="loss")
+    environ = {"EASYCKPT_KEEP_BEST": "3", "EASYCKPT_BEST_METRIC": "val/loss", "EASYCKPT_BEST_MODE": "max"}
+    config = resolve({"keep_every": 100}, None, environ)
+    assert (config.keep_every, config.keep_best, config.best_metric, config.best_mode) == (100, 3, "val/loss", "max")

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from support.checkpoints import line, make_view, root_record, write_checkpoint
+from support.checkpoints import line, make_view, root_record, write_checkpoint, write_manifest
 
+import easyckpt
 from easyckpt import catalog, failpoints
-from easyckpt.catalog import Entry
+from easyckpt.errors import UsageError
 from easyckpt.format import layout as names
-from easyckpt.format.manifest import Manifest
-from easyckpt.saving.retention import apply_retention, keep, pinned_steps
+from easyckpt.saving.pins import pin
+from easyckpt.saving.policy import Policy
+from easyckpt.saving.retention import apply_retention
 from easyckpt.storage.local import LocalStorage
 
 NATIVE = names.NativeNaming()
-
-
-def entry(step, kind="committed", problem=None):
-    manifest = Manifest(run="a" * 32, timeline="main", step=step, world_size=1, attempt="t", created=1.0, files={})
-    return Entry(step=step, name=f"{kind}{step}", kind=kind, manifest=manifest, problem=problem, timeline="main")
 
 
 def steps(entries):
@@ -47,73 +43,28 @@ def commit(storage, *wanted, timeline="main"):
         write_checkpoint(storage, make_view({"w": torch.tensor([step])}, step=step, timeline=timeline))
 
 
-def retain(storage, newest=2, **settings):
-    return steps(apply_retention(storage, NATIVE, catalog.scan(storage, NATIVE), newest=newest, **settings))
+def retain(storage, newest=2, held=(), **policy):
+    policy = Policy(newest=newest, **policy)
+    return steps(apply_retention(storage, NATIVE, catalog.scan(storage, NATIVE), policy=policy, held=held))
 
 
 def left(storage):
     return [name for name in storage.listdir("") if name not in (names.ROOT_FILE, names.PINS)]
 
 
-# The pure policy.
-
-
-def test_the_newest_by_step_number_stay_whatever_their_order():
-    assert steps(keep([entry(30), entry(9), entry(100), entry(20)], newest=2)) == [9, 20]
-
-
-def test_none_keeps_all():
-    assert keep([entry(1), entry(2)], newest=None) == []
-
-
-def test_pinned_steps_stay_and_do_not_count():
-    assert steps(keep([entry(1), entry(2), entry(3), entry(4)], newest=2, pinned={2, 4})) == []
-    assert steps(keep([entry(1), entry(2), entry(3), entry(4)], newest=1, pinned={4})) == [1, 2]
-
-
-def test_held_steps_stay_as_long_as_they_are_held():
-    assert steps(keep([entry(1), entry(2), entry(3)], newest=1, held={1})) == [2]
-
-
-def test_only_valid_committed_ones_count():
-    mixed = [entry(1), entry(2), entry(3, problem="torn"), entry(4, "stale"), entry(5, "temporary"), entry(6, "trash")]
-    assert steps(keep(mixed, newest=2)) == []
-    assert steps(keep(mixed, newest=1)) == [1]
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 40),
-            st.sampled_from(["committed", "stale", "temporary", "trash"]),
-            st.sampled_from([None, "torn"]),
-        ),
-        unique_by=lambda item: item[0],
-    ),
-    st.integers(0, 5),
-    st.sets(st.integers(0, 40)),
-    st.sets(st.integers(0, 40)),
-)
-def test_whatever_the_numbers_the_newest_valid_and_the_protected_stay(items, newest, pinned, held):
-    entries = [entry(*item) for item in items]
-    going = keep(entries, newest=newest, pinned=pinned, held=held)
-    valid = [e for e in entries if e.kind == "committed" and e.problem is None]
-    assert all(e in valid for e in going)
-    assert not {e.step for e in going} & (pinned | held)
-    if valid:
-        assert max(valid, key=lambda e: e.step) not in going
-    assert len([e for e in valid if e not in going and e.step not in pinned]) >= min(
-        newest, len([e for e in valid if e.step not in pinned])
-    )
-
-
-# On storage.
-
-
 def test_old_ones_go_for_good(storage):
     commit(storage, 10, 20, 30, 40)
     assert retain(storage) == [10, 20]
     assert left(storage) == ["step-00000030", "step-00000040"]
+
+
+def test_every_kth_and_the_best_stay_on_storage_too(storage):
+    for step, loss in ((10, 0.5), (15, 0.1), (20, 0.9), (25, float("nan")), (30, 0.8)):
+        commit(storage, step)
+        manifest = catalog.read_manifest(storage, names.step_dir(step))
+        write_manifest(storage, names.step_dir(step), replace(manifest, metrics={"loss": loss}))
+    assert retain(storage, newest=1, every=20, best=1, metric="loss") == [10, 25]
+    assert left(storage) == ["step-00000015", "step-00000020", "step-00000030"]
 
 
 def test_rotation_goes_by_step_not_by_modification_time(storage):
@@ -143,7 +94,7 @@ def test_pins_are_found_in_the_root(storage):
     storage.makedirs(names.PINS)
     storage.replace(names.pin_file(10), b"")
     storage.replace(f"{names.PINS}/notes.txt", b"")
-    assert pinned_steps(storage) == {10}
+    assert catalog.pinned_steps(storage) == {10}
     assert retain(storage, newest=1) == [20]
 
 
@@ -202,6 +153,59 @@ def test_one_that_cannot_be_removed_keeps_no_other_from_going(storage, monkeypat
     assert len(left(storage)) == 2
 
 
+# Pins that are set while it works.
+
+
+def at_rename(monkeypatch, number, happens):
+    """Have `happens` called just before the `number`-th rename, when retention has long decided."""
+    real, calls = LocalStorage.rename, []
+
+    def rename(self, src, dst):
+        calls.append(src)
+        if len(calls) == number:
+            happens()
+        real(self, src, dst)
+
+    monkeypatch.setattr(LocalStorage, "rename", rename)
+
+
+@pytest.mark.parametrize("step", [10, 20])
+def test_a_step_that_is_pinned_after_the_decision_stays_all_the_same(storage, monkeypatch, step):
+    commit(storage, 10, 20, 30)
+    at_rename(monkeypatch, 1, lambda: pin(storage, NATIVE, step))
+    assert retain(storage, newest=1) == [30 - step]
+    assert left(storage) == [names.step_dir(step), "step-00000030"]
+    assert steps(catalog.scan(storage, NATIVE).committed()) == [step, 30]
+
+
+def test_a_pin_that_comes_after_the_rename_says_that_the_step_is_gone(storage, monkeypatch):
+    commit(storage, 10, 20, 30)
+
+    def too_late():
+        with pytest.raises(UsageError, match="no checkpoint of step 10 is committed"):
+            pin(storage, NATIVE, 10)
+
+    at_rename(monkeypatch, 2, too_late)
+    assert retain(storage, newest=1) == [10, 20]
+    assert catalog.pinned_steps(storage) == set()
+
+
+def test_a_pin_that_meets_the_rename_half_way_never_passes_for_one_that_holds(storage, monkeypatch):
+    """The step goes between pin's look at it and the pin: either it comes back, or pin says that it is gone."""
+    commit(storage, 10, 20, 30)
+    real = LocalStorage.append
+
+    def append(self, path, data):
+        monkeypatch.setattr(LocalStorage, "append", real)
+        assert retain(storage, newest=1) == [10, 20]
+        real(self, path, data)
+
+    monkeypatch.setattr(LocalStorage, "append", append)
+    with pytest.raises(UsageError, match="no checkpoint of step 10 is committed"):
+        pin(storage, NATIVE, 10)
+    assert catalog.pinned_steps(storage) == set()
+
+
 # Timelines.
 
 
@@ -220,6 +224,16 @@ def test_what_an_automatic_fallback_set_aside_goes_after_the_next_commit(storage
     assert left(storage) == ["step-00000010", "step-00000020", "step-00000025"]
 
 
+def test_what_an_automatic_fallback_set_aside_stays_while_it_is_pinned(storage):
+    commit(storage, 10, 20, 30)
+    pin(storage, NATIVE, 30)
+    catalog.write_root(storage, root_record(line(), line("next", "main", 20)))
+    storage.rename("step-00000030", names.stale_dir(30, "next"))
+    commit(storage, 25, timeline="next")
+    assert retain(storage, newest=5) == []
+    assert names.stale_dir(30, "next") in left(storage)
+
+
 def test_what_an_explicit_load_set_aside_stays_and_does_not_count(storage):
     fallback(storage, explicit=True)
     commit(storage, 25, timeline="next")
@@ -234,3 +248,33 @@ def test_an_abandoned_line_that_was_not_renamed_yet_neither_counts_nor_goes(stor
     assert retain(storage, newest=2) == []
     assert retain(storage, newest=1) == [10]
     assert steps(catalog.scan(storage, NATIVE).committed()) == [15, 20, 30]
+
+
+# By the engine.
+
+
+def train(root, losses, **settings):
+    """One step for each loss, each committed."""
+    model = torch.nn.Linear(1, 1)
+    settings = {"save_storage_interval": 1, "max_ckpt_num": 1, "back_pressure": "wait"} | settings
+    with easyckpt.Checkpointer(root, {"model": model}, **settings) as checkpointer:
+        start = checkpointer.load().step
+        for step, loss in enumerate(losses, start + 1):
+            if loss is not None:
+                checkpointer.log(loss=loss)
+            checkpointer.save_if_needed(step)
+            checkpointer.wait()
+
+
+def test_a_job_keeps_what_its_settings_say(tmp_path):
+    losses = [3.0, 0.5, float("nan"), 2.0, 1.0, 4.0, 5.0]
+    train(tmp_path, losses, keep_every=4, keep_best=2, best_metric="loss")
+    assert steps(catalog.scan(LocalStorage(tmp_path), NATIVE).committed()) == [2, 4, 5, 7]
+    pin(LocalStorage(tmp_path), NATIVE, 5)
+    train(tmp_path, [9.0], keep_best=1, best_metric="loss", best_mode="max")
+    assert steps(catalog.scan(LocalStorage(tmp_path), NATIVE).committed()) == [5, 8]
+
+
+def test_a_metric_that_is_never_logged_is_said_once(tmp_path, caplog):
+    train(tmp_path, [3.0, 2.0, 1.0, 0.5], keep_best=1, best_metric="lss")
+    assert caplog.text.count("none has a number under best_metric='lss'") == 1

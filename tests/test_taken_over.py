@@ -25,6 +25,7 @@ from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.line import Origin, open_line
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.policy import Policy
 from easyckpt.storage.local import LocalStorage
 from tests.support import jobs
 from tests.support.jobs import committed, events
@@ -92,7 +93,7 @@ def opening(storage: Watched) -> None:
 
 def flushing(storage: Watched) -> None:
     """All that a flush of step 12 does, a damaged directory in its way, and the rotation that follows."""
-    flusher = Flusher(storage.context, Ranks(0, 1, 0, 1), RUN, keep_newest=1, emit=lambda event: None)
+    flusher = Flusher(storage.context, Ranks(0, 1, 0, 1), RUN, policy=Policy(newest=1), emit=lambda event: None)
     try:
         flush = Flush(attempt=attempt_name(OWN, 1), step=12, due=12, share=True)
         written = flusher.write(flush, view(12), threading.Event())
@@ -106,7 +107,7 @@ def flushing(storage: Watched) -> None:
 
 
 def giving_up(storage: Watched) -> None:
-    flusher = Flusher(storage.context, Ranks(0, 1, 0, 1), RUN, keep_newest=1, emit=lambda event: None)
+    flusher = Flusher(storage.context, Ranks(0, 1, 0, 1), RUN, policy=Policy(newest=1), emit=lambda event: None)
     try:
         storage.makedirs(names.tmp_dir(12, attempt_name(OWN, 1)))
         storage.notes.clear()

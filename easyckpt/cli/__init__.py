@@ -10,18 +10,18 @@ import sys
 
 import typer
 
-from easyckpt.cli import audit, diff, export, inspect, output, rescue, stat, verify
+from easyckpt.cli import audit, copying, diff, export, housekeeping, inspect, output, rescue, stat, verify
 from easyckpt.version import VERSION
 
 app = typer.Typer(
     name="easyckpt",
-    help="Look at, check, compare and rescue easyckpt checkpoints, and prove that a job resumes exactly.",
+    help="Look at, check, compare and look after easyckpt checkpoints, and prove that a job resumes exactly.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _family in (inspect, verify, diff, stat, export, audit, rescue):
+for _family in (inspect, verify, diff, stat, export, audit, housekeeping, copying, rescue):
     _family.register(app)
 
 
@@ -35,7 +35,7 @@ def _show_version(asked: bool) -> None:
 def _easyckpt(
     version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
 ) -> None:
-    """Look at, check, compare and rescue easyckpt checkpoints, and prove that a job resumes exactly."""
+    """Look at, check, compare and look after easyckpt checkpoints, and prove that a job resumes exactly."""
 
 
 def main() -> None:

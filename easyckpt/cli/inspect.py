@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from easyckpt import catalog
 from easyckpt.catalog import Entry
 from easyckpt.cli import output
 from easyckpt.cli.output import Answer, AsJson
@@ -34,7 +35,8 @@ def ls(
     target = resolve(root)
     record = target.record()
     entries = [target.pick()] if target.is_one else [e for e in target.scan().entries if all_ or e.kind == "committed"]
-    rows = [entry_document(entry) for entry in entries]
+    pinned = catalog.pinned_steps(target.storage)
+    rows = [{**entry_document(entry), "pinned": entry.step in pinned} for entry in entries]
     document = {
         "root": target.root,
         "run": record.run if record else None,
@@ -53,7 +55,7 @@ def _ls_views(rows: list[dict[str, Any]]) -> list[Any]:
             output.size(row["bytes"]),
             row["world_size"] if row["world_size"] is not None else "-",
             row["timeline"] or "-",
-            row["kind"] if row["problem"] is None else f"{row['kind']}, not valid",
+            row["kind"] + (", not valid" if row["problem"] is not None else ", pinned" if row["pinned"] else ""),
         )
         for row in rows
     ]

@@ -21,6 +21,7 @@ from easyckpt.saving.leader import Work
 from easyckpt.saving.line import Origin, open_line
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics, metrics_in
+from easyckpt.saving.policy import Policy, measure
 from easyckpt.saving.retention import apply_retention
 from easyckpt.saving.worker import Result, Worker
 from easyckpt.saving.writer import ShardWriter, SnapshotBytes, replicated_digest
@@ -47,14 +48,15 @@ class Flusher:
         ranks: Ranks,
         run: str,
         *,
-        keep_newest: int | None,
+        policy: Policy,
         min_free_bytes: int = 0,
         emit: Callable[[Event], None],
     ) -> None:
         self._context = context
         self._ranks = ranks
         self._run = run
-        self._keep_newest = keep_newest
+        self._policy = policy
+        self._warned = False
         self._emit = emit
         self._writer = ShardWriter(context.storage, min_free_bytes=min_free_bytes)
         self._worker = Worker("easyckpt-flush")
@@ -145,7 +147,7 @@ class Flusher:
                     storage,
                     naming,
                     found,
-                    newest=self._keep_newest,
+                    policy=self._policy,
                     held=held,
                     check_lease=self._context.check_lease,
                 )
@@ -156,6 +158,7 @@ class Flusher:
                 logger.warning("rotating old checkpoints failed, will try again after the next commit: %s", error)
                 return
             if removed:
+                self._warn_without_metric(found)
                 self._emit(_retained(found, removed, time.perf_counter() - begun))
 
         return self._worker.submit(job)
@@ -183,6 +186,19 @@ class Flusher:
                 f"step {step} belongs to the line of training {timeline}, and {self._context.storage.root} goes on "
                 "from another one by now"
             )
+
+    def _warn_without_metric(self, found: Catalog) -> None:
+        """Once: nothing that is kept for its metric is mostly a name that was spelled in two ways."""
+        metric = self._policy.metric
+        if metric is None or self._warned or any(measure(entry, metric) is not None for entry in found.committed()):
+            return
+        self._warned = True
+        logger.warning(
+            "no checkpoint is kept as one of the best: none has a number under best_metric=%r, which is logged by "
+            "ckpt.log(%s=...) before save_if_needed",
+            metric,
+            metric,
+        )
 
     def _remove_attempt(self, flush: Flush) -> None:
         directory = self._context.naming.temporary(flush.step, flush.attempt)

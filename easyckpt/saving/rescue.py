@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import secrets
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from easyckpt import catalog
 from easyckpt.config import CheckpointConfig
-from easyckpt.errors import EasyckptError, ForeignFormat, LeaseLost, NotLoaded, RootInUse
+from easyckpt.errors import ForeignFormat, LeaseLost, NotLoaded
 from easyckpt.format import layout
 from easyckpt.format.image import Layout
 from easyckpt.format.layout import NamingScheme
 from easyckpt.format.manifest import RootRecord
 from easyckpt.memory.adoption import find_slots
-from easyckpt.memory.owner import OwnerLock
 from easyckpt.memory.place import memory_directory
 from easyckpt.memory.reading import open_slot
 from easyckpt.memory.slot import SlotMeta, SlotView
 from easyckpt.saving.commit import CommitContext, build_manifest, commit
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import metrics_in
+from easyckpt.saving.owning import owned_arenas, owned_lease
 from easyckpt.saving.writer import ShardWriter, replicated_digest
 from easyckpt.storage.base import Storage
-from easyckpt.storage.lease import Lease
 from easyckpt.storage.local import LocalStorage
-
-logger = logging.getLogger("easyckpt")
 
 Held = tuple[str, SlotMeta]
 """The path of a slot, and what it holds."""
@@ -63,18 +57,13 @@ def rescue(
     directory, _ = memory_directory(config.memory_dir)
     # What is found now may be gone, or be of other steps, once it is owned: a job may live and go on until then.
     owners = {layout.owner_beside(path) for path, _ in _slots(storage, _record(storage), directory, user)}
-    with _owned(owners, storage.root):
+    with owned_arenas(owners, storage):
         record = _record(storage)
         if not _whole_groups(storage, record, directory, user, owners):
             return []
-        lease = _lease(storage, record, min(owners), config)
-        lease.acquire(on_wait)
-        try:
-            with _renewed(lease, config.lease_interval):
-                context = CommitContext(storage=storage, naming=naming, check_lease=lease.check)
-                return _commit_all(context, directory, user, owners)
-        finally:
-            lease.release()
+        with owned_lease(storage, record.run, min(owners), config, on_wait) as check:
+            context = CommitContext(storage=storage, naming=naming, check_lease=check)
+            return _commit_all(context, directory, user, owners)
 
 
 def _record(storage: Storage) -> RootRecord:
@@ -91,40 +80,6 @@ def _commit_all(context: CommitContext, directory: str, user: str | None, owners
     newest = max((entry.step for entry in found.committed() if _on_line(record, entry)), default=-1)
     groups = _whole_groups(storage, record, directory, user, owners)
     return [_commit_group(context, record, group) for group in groups if group[0][1].step > newest]
-
-
-def _lease(storage: LocalStorage, record: RootRecord, owner: str, config: CheckpointConfig) -> Lease:
-    return Lease(
-        storage,
-        root_lock_path=owner,
-        incarnation=secrets.token_hex(4),
-        run=record.run,
-        timeout=config.lease_timeout,
-        is_free=OwnerLock.is_free,
-    )
-
-
-@contextlib.contextmanager
-def _renewed(lease: Lease, interval: float) -> Iterator[None]:
-    """Show that this process lives: writing all that is in memory may take longer than the lease's timeout."""
-    over = threading.Event()
-
-    def renew() -> None:
-        while not over.wait(interval):
-            try:
-                lease.renew()
-            except LeaseLost:  # which is looked at before each change of the root
-                return
-            except (EasyckptError, OSError) as error:
-                logger.warning("renewing the lease failed, will try again: %s", error)
-
-    thread = threading.Thread(target=renew, name="easyckpt-renewal", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def _on_line(record: RootRecord, entry: catalog.Entry) -> bool:
@@ -155,21 +110,6 @@ def _whole_groups(
         if len(sizes) == 1 and sorted(by_rank) == list(range(sizes.pop())):
             whole.append([by_rank[rank] for rank in sorted(by_rank)])
     return whole
-
-
-@contextlib.contextmanager
-def _owned(owners: Collection[str], root: str) -> Iterator[None]:
-    """Own these arenas, as a job that starts now would: it waits, or this refuses."""
-    with contextlib.ExitStack() as stack:
-        for path in sorted(owners):
-            lock = OwnerLock(path)
-            if not lock.try_acquire():
-                raise RootInUse(
-                    f"{root} is in use by {OwnerLock.describe_holder(path)} ({path} is locked): stop the job before "
-                    "rescuing its snapshots"
-                )
-            stack.callback(lock.release)
-        yield
 
 
 def _commit_group(context: CommitContext, record: RootRecord, group: Sequence[Held]) -> RescuedStep:

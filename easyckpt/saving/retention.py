@@ -1,7 +1,11 @@
-"""Which committed checkpoints stay, and how the others go.
+"""How checkpoints that do not stay go; which ones these are is said by `policy`.
 
 A checkpoint leaves in two steps: renamed to the trash, where nothing ever looks for a candidate, and only then
 deleted. So a crash in between leaves either a whole checkpoint or something that the next retention removes.
+
+A pin may be set at any moment, by another process. Pins are read for the decision, and once more after the renames: a
+step that was pinned in between gets its name back. Whoever pins looks at the step again once the pin is durable, so a
+pin that was reported as set was either seen here or belongs to a step that is still there (`pins`).
 """
 
 from __future__ import annotations
@@ -12,9 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from easyckpt import catalog, failpoints
 from easyckpt.catalog import Catalog, Entry
 from easyckpt.errors import StorageError
-from easyckpt.format import layout
 from easyckpt.format.layout import NamingScheme
-from easyckpt.format.manifest import RootRecord
+from easyckpt.saving.policy import Policy, decide
 from easyckpt.storage.base import Storage
 
 RENAME_BEFORE = failpoints.declare("retention.rename.before", "an old checkpoint is about to be renamed to the trash")
@@ -22,59 +25,47 @@ RENAME_AFTER = failpoints.declare("retention.rename.after", "an old checkpoint i
 DELETE = failpoints.declare("retention.delete", "the trash is durable, the next directory in it is about to be deleted")
 
 
-def keep(
-    entries: Sequence[Entry],
-    *,
-    newest: int | None,
-    pinned: Collection[int] = (),
-    held: Collection[int] = (),
-) -> list[Entry]:
-    """Return those of `entries` that go, oldest first. Pure.
-
-    Only valid committed entries are looked at; all others stay and count for nothing. Of those, the `newest` ones
-    that are not pinned stay (None: all). Pinned steps stay and do not count; held ones (being read) stay as long as
-    they are held. Whatever the numbers say, the newest stays. An entry carries its manifest, and that the step's
-    metrics: a policy that keeps the best ones belongs here.
-    """
-    valid = sorted((entry for entry in entries if entry.kind == "committed" and entry.valid), key=_step)
-    if newest is None or not valid:
-        return []
-    countable = [entry for entry in valid if entry.step not in pinned]
-    going = countable[: max(0, len(countable) - newest)]
-    return [entry for entry in going if entry is not valid[-1] and entry.step not in held]
-
-
 def apply_retention(
     storage: Storage,
     naming: NamingScheme,
     found: Catalog,
     *,
-    newest: int | None,
+    policy: Policy,
     held: Collection[int] = (),
     check_lease: Callable[[], None] = lambda: None,
 ) -> list[Entry]:
-    """Remove what :func:`keep` says, what an automatic fallback has set aside, and all trash. Returns what went.
-
-    Called after a commit. Everything is moved to the trash before anything is deleted, and one directory that cannot
-    be removed keeps no other from going; the first such error is raised at the end. `check_lease` is asked before each
-    change: what it raises ends this at once.
-    """
+    """Remove what :func:`decide` says, and all trash. Returns what went. Called after a commit; raises as `remove`."""
     record = catalog.read_root(storage)
-    line = [entry for entry in found.committed() if record is None or _on_line(record, entry)]
-    going = keep(line, newest=newest, pinned=pinned_steps(storage), held=held)
-    if record is not None:
-        going += [entry for entry in found.of_kind("stale") if _is_replaced(record, entry, line)]
+    verdicts = decide(record, found, policy, pinned=catalog.pinned_steps(storage), held=held)
+    going = [verdict.entry for verdict in verdicts if verdict.goes]
+    return remove(storage, naming, going, trash=found.of_kind("trash"), check_lease=check_lease)
+
+
+def remove(
+    storage: Storage,
+    naming: NamingScheme,
+    going: Sequence[Entry],
+    *,
+    trash: Sequence[Entry] = (),
+    check_lease: Callable[[], None],
+) -> list[Entry]:
+    """Remove `going`, but for what is pinned meanwhile, and `trash`. Returns those of `going` that went.
+
+    Everything is moved to the trash before anything is deleted, and one directory that cannot be removed keeps no
+    other from going; the first such error is raised at the end. `check_lease` is asked before each change: what it
+    raises ends this at once.
+    """
     nonce = secrets.token_hex(8)
     failures: list[OSError | StorageError] = []
-    removed = []
+    moved = []
     for entry in going:
         check_lease()
         if _rename(storage, entry.name, naming.trash(entry.name, nonce), failures):
-            removed.append(entry)
-    if removed:
+            moved.append(entry)
+    removed = _without_pinned(storage, naming, moved, nonce, check_lease) if moved else []
+    if moved:
         storage.sync_dir("")
-    trash = [naming.trash(entry.name, nonce) for entry in removed]
-    for name in [*trash, *(entry.name for entry in found.of_kind("trash"))]:
+    for name in [*(naming.trash(entry.name, nonce) for entry in removed), *(entry.name for entry in trash)]:
         failpoints.hit(DELETE)
         check_lease()
         try:
@@ -86,32 +77,6 @@ def apply_retention(
     return removed
 
 
-def pinned_steps(storage: Storage) -> set[int]:
-    """Steps that somebody has pinned: each has a file in the root's directory of pins."""
-    try:
-        names = storage.listdir(layout.PINS)
-    except FileNotFoundError:
-        return set()
-    return {step for name in names if (step := layout.parse_pin_file(name)) is not None}
-
-
-def _step(entry: Entry) -> int:
-    return entry.step
-
-
-def _on_line(record: RootRecord, entry: Entry) -> bool:
-    manifest = entry.manifest
-    return manifest is not None and record.is_past(manifest.run, manifest.timeline, entry.step)
-
-
-def _is_replaced(record: RootRecord, stale: Entry, line: Sequence[Entry]) -> bool:
-    """Whether `stale` was set aside by an automatic fallback, and training has committed something since then."""
-    order = {timeline.id: number for number, timeline in enumerate(record.timelines)}
-    if stale.timeline not in order or record.timelines[order[stale.timeline]].explicit:
-        return False
-    return any(order.get(entry.timeline or "", -1) >= order[stale.timeline] for entry in line)
-
-
 def _rename(storage: Storage, name: str, trash: str, failures: list[OSError | StorageError]) -> bool:
     failpoints.hit(RENAME_BEFORE)
     try:
@@ -121,3 +86,15 @@ def _rename(storage: Storage, name: str, trash: str, failures: list[OSError | St
         return False
     failpoints.hit(RENAME_AFTER)
     return True
+
+
+def _without_pinned(
+    storage: Storage, naming: NamingScheme, moved: Sequence[Entry], nonce: str, check_lease: Callable[[], None]
+) -> list[Entry]:
+    """Give those that were pinned since the decision their names back; returns the others."""
+    pinned = catalog.pinned_steps(storage)
+    for entry in moved:
+        if entry.step in pinned:
+            check_lease()
+            storage.rename(naming.trash(entry.name, nonce), entry.name)
+    return [entry for entry in moved if entry.step not in pinned]
