@@ -90,7 +90,11 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+#: An audit starts its command at least four times; of the others `make soak` has the turn.
+SAMPLE = ("forgets the generator", "counts the schedule from zero", "reads by a counter of its own")
+
+
+@pytest.mark.parametrize("mistake", [m if m in SAMPLE else pytest.param(m, marks=pytest.mark.soak) for m in MISTAKES])
 def test_a_mistake_is_found_and_the_report_says_what_to_hand_over(audit, mistake):
     found = audit(mistake, "--no-parts", "--tier", "storage")
     assert found.code == 1, found.printed + found.said
@@ -130,6 +134,7 @@ def test_killed_in_the_middle_of_a_flush_it_goes_on_from_both_tiers(audit):
     assert "into the flush of step 12 (SIGKILL, all processes)" in found.printed
 
 
+@pytest.mark.soak
 def test_a_group_under_torchrun_is_audited_as_it_is(audit):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     found = audit("", "--kill", "--no-parts", "--json", launcher=torchrun)
@@ -150,10 +155,6 @@ def test_a_command_that_never_loads_is_told_to(audit):
     found = audit("never loads", "--no-parts", "--tier", "storage")
     assert found.code == 4
     assert "load()" in found.printed
-
-
-def test_a_log_of_the_users_is_not_written_to(audit):
-    assert audit("writes a log", "--no-parts", "--tier", "storage").code == 0
 
 
 def test_a_command_without_a_checkpointer_is_bad_input(audit):

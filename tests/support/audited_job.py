@@ -61,8 +61,7 @@ if mistake == "forgets the generator":
 if mistake == "counts the schedule from zero":
     del state["scheduler"]
 
-settings = {"log_file_path": f"{root}.log"} if mistake == "writes a log" else {}
-with easyckpt.Checkpointer(root, state, save_storage_interval=10, **settings) as checkpointer:
+with easyckpt.Checkpointer(root, state, save_storage_interval=10, log_file_path=f"{root}.log") as checkpointer:
     step = 0 if mistake == "never loads" else checkpointer.load().step
     seeds = mistake == "seeds in its loop"
     position = 0  # of a program that reads by itself
