@@ -79,6 +79,7 @@ def test_an_exact_job_passes_from_both_tiers_and_is_told_what_each_part_is_worth
     assert "metric seconds" not in page
     assert "report.png" in page
     assert (found.out / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in found.out.iterdir()) == ["logs", "report.json", "report.md", "report.png"]
 
 
 MISTAKES = {

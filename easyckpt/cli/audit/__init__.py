@@ -82,7 +82,7 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
         except CommandFailed as error:
             return Answer({"verdict": "failed", "message": str(error)}, [str(error)], output.COMMAND_FAILED)
     finally:
-        runner.close()
+        runner.close(keep=keep)
     _write(out, result, series)
     views = [*report.views(result), f"the report is {os.path.join(out, 'report.md')}"]
     return Answer(report.document(result), views, CODES[result.verdict])

@@ -124,8 +124,9 @@ def _verdict_line(audit: Audit) -> str:
         return "NONDETERMINISTIC: two straight runs differ, so no resume can be told from them"
     if audit.verdict == "exact":
         tiers = " and ".join(str(found.tier) for found, _ in audit.resumed)
-        count = len(audit.resumed[0][0].steps)
-        return f"EXACT: resumed from {tiers}, equal to the bit at all {count} stored steps and in all logged numbers"
+        steps = audit.resumed[0][0].steps
+        logged = " and in all logged numbers" if audit.resumed[0][0].metrics.keys() - set(audit.unrepeated) else ""
+        return f"EXACT: resumed from {tiers}, equal to the bit at all {len(steps)} stored steps after it{logged}"
     return "DIFFERENT: the resumed run is not what the straight one was"
 
 

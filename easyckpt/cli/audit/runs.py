@@ -61,10 +61,12 @@ class Runner:
         os.makedirs(os.path.join(out, "runs"))
         os.makedirs(os.path.join(out, "logs"))
 
-    def close(self) -> None:
-        """Remove what the runs have left in memory."""
+    def close(self, *, keep: bool) -> None:
+        """Remove what the runs have left in memory, and on disk unless that is to be kept."""
         for memory in self._memories:
             shutil.rmtree(memory, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(os.path.join(self._out, "runs"), ignore_errors=True)
 
     def new(self, name: str, *, after: Run | None = None, same: bool = False) -> Run:
         """A run with a fresh root, or a copy of the root of `after`; `same`: in that very root, with its memory."""
