@@ -145,8 +145,13 @@ def test_a_pin_also_holds_for_a_step_that_was_set_aside(stale, explicit):
     entries = [entry(15, timeline="next"), entry(30, "stale", aside_for="next")]
     why, gone = verdicts_of(entries, line(), line("next", "main", 10, explicit), stale=stale, pinned={30})
     assert (why[30], gone) == (("pinned",), [])
-    why, gone = verdicts_of(entries, line(), line("next", "main", 10, explicit), stale=stale, held={30})
-    assert (why[30], gone) == (("held",), [])
+
+
+def test_a_step_that_is_held_under_its_number_holds_nothing_that_was_set_aside():
+    """The step that was just committed is held; what a fallback had set aside under its number goes."""
+    entries = [entry(30, timeline="next"), entry(30, "stale", aside_for="next")]
+    _, gone = verdicts_of(entries, line(), line("next", "main", 10), held={30})
+    assert gone == ["stale30next"]
 
 
 # Against a naive model.

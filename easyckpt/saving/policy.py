@@ -67,13 +67,13 @@ def decide(
 
     Only what is valid and lies in the past of the newest timeline of `record` counts (None: all that is valid). Of what
     was set aside goes what an automatic fallback has left and training has replaced, with `stale` all of it; never a
-    pinned step.
+    pinned step. (`held` says nothing about it: it is the committed one under that number that is held.)
     """
     line = [entry for entry in found.committed() if record is None or _on_line(record, entry)]
     verdicts = {verdict.entry.name: verdict for verdict in judge(line, policy, pinned=pinned, held=held)}
     for entry in found.entries:
         if entry.kind == "stale":
-            verdicts[entry.name] = _judge_stale(record, entry, line, pinned=pinned, held=held, stale=stale)
+            verdicts[entry.name] = _judge_stale(record, entry, line, pinned=pinned, stale=stale)
         elif entry.kind == "committed" and entry.name not in verdicts:
             verdicts[entry.name] = Verdict(entry, False, ("other line" if entry.valid else "not valid",))
     return [verdicts[entry.name] for entry in found.entries if entry.name in verdicts]
@@ -132,18 +132,10 @@ def _on_line(record: RootRecord, entry: Entry) -> bool:
 
 
 def _judge_stale(
-    record: RootRecord | None,
-    entry: Entry,
-    line: Sequence[Entry],
-    *,
-    pinned: Collection[int],
-    held: Collection[int],
-    stale: bool,
+    record: RootRecord | None, entry: Entry, line: Sequence[Entry], *, pinned: Collection[int], stale: bool
 ) -> Verdict:
     if entry.step in pinned:
         return Verdict(entry, False, ("pinned",))
-    if entry.step in held:
-        return Verdict(entry, False, ("held",))
     if record is not None and _is_replaced(record, entry, line):
         return Verdict(entry, True, ("replaced",))
     return Verdict(entry, stale, ("stale" if stale else "set aside",))
