@@ -217,7 +217,15 @@ def test_no_safetensors_file_breaks_the_reader(tmp_path_factory, noise, position
 
 
 @pytest.mark.parametrize(
-    "places", [[(0, 8), (4, 12)], [(0, 8), (12, 20)], [(0, 8), (8, 12)], [(8, 16), (16, 24)], [(0, 8), (8, 24)]]
+    "places",
+    [
+        [(0, 8), (4, 12)],
+        [(0, 8), (4, 16)],
+        [(0, 8), (12, 20)],
+        [(0, 8), (8, 12)],
+        [(8, 16), (16, 24)],
+        [(0, 8), (8, 24)],
+    ],
 )
 def test_tensors_that_overlap_or_leave_holes_are_refused(tmp_path, run, places):
     table = {f"t{n}": {"dtype": "F32", "shape": [2], "data_offsets": place} for n, place in enumerate(places)}
