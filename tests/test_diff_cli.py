@@ -216,6 +216,27 @@ def test_no_safetensors_file_breaks_the_reader(tmp_path_factory, noise, position
     safetensors.torch.load_file(path)  # what is taken here, the library takes too
 
 
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(0, 8), (4, 12)],
+        [(0, 8), (4, 16)],
+        [(0, 8), (12, 20)],
+        [(0, 8), (8, 12)],
+        [(8, 16), (16, 24)],
+        [(0, 8), (8, 24)],
+    ],
+)
+def test_tensors_that_overlap_or_leave_holes_are_refused(tmp_path, run, places):
+    table = {f"t{n}": {"dtype": "F32", "shape": [2], "data_offsets": place} for n, place in enumerate(places)}
+    text = json.dumps(table).encode()
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(max(end for _, end in places)))
+    ran = run("diff", path, path)
+    assert ran.code == 2
+    assert "does not lie where it should" in ran.err
+
+
 def test_elements_across_the_reader_s_blocks_are_compared(tmp_path, run):
     """A header of any length puts elements across every boundary."""
     count = (9 << 20) // 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,11 @@ def test_a_pth_is_as_torch_would_write_it(trained, tmp_path, run):
     assert loaded["conv.weight"].is_contiguous(memory_format=torch.channels_last)
     assert loaded["turned"].stride() == model.turned.stride()
     assert zipfile.ZipFile(out).testzip() is None
+    data = out.read_bytes()
+    for info in zipfile.ZipFile(out).infolist():  # readers that go from front to back look at the descriptors instead
+        begin = info.header_offset + 30 + sum(struct.unpack_from("<2H", data, info.header_offset + 26))
+        descriptor = data[begin + info.file_size : begin + info.file_size + 8]
+        assert not info.file_size or descriptor == b"PK\x07\x08" + struct.pack("<L", info.CRC)
     mapped = torch.load(out, weights_only=True, mmap=True)
     assert all(torch.equal(mapped[name], tensor) for name, tensor in model.state_dict().items() if tensor.dim() != 1)
     torch.save(dict(model.state_dict()), tmp_path / "theirs.pth")
