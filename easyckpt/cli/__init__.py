@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from easyckpt.cli import audit, diff, inspect, output, rescue, stat, verify
+from easyckpt.cli import audit, diff, doctor, inspect, output, rescue, stat, verify
 from easyckpt.version import VERSION
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _family in (inspect, verify, diff, stat, audit, rescue):
+for _family in (inspect, verify, diff, stat, audit, doctor, rescue):
     _family.register(app)
 
 

@@ -22,6 +22,12 @@ PINS = "pins"
 EVENTS = "events"
 METRICS = "metrics.jsonl"
 AUDIT = "audit"
+#: How the names of directories begin in which audits keep their runs' shared memory; the file in them that carries the
+#: audit's record lock.
+AUDIT_MEMORY = "easyckpt-audit-"
+AUDIT_OWNER = "audit.owner"
+OWNER = ".owner"
+_PROBE = ".easyckpt-doctor-"
 
 #: Steps have up to 18 digits, so that every one fits in 63 bits.
 MAX_STEP = 10**18 - 1
@@ -248,6 +254,29 @@ def is_slot_file(name: str, user: str | None = None, arena: str | None = None, r
     """Is this a :func:`slot_file` name, of that user, arena and rank where they are given?"""
     match = _arena_file.fullmatch(name)
     return match is not None and match["slot"] is not None and _has(match, user, arena, rank)
+
+
+def parse_arena_file(name: str) -> tuple[str, str, int, int | None] | None:
+    """(user's label, arena id, rank, slot) of a name of an arena; the slot is None for an :func:`owner_file`."""
+    match = _arena_file.fullmatch(name)
+    if match is None:
+        return None
+    return match["user"], match["arena"], int(match["rank"]), None if match["slot"] is None else int(match["slot"])
+
+
+def is_audit_memory(name: str) -> bool:
+    """Is this the name of a directory that an audit keeps its runs' shared memory in?"""
+    return name.startswith(AUDIT_MEMORY) and safe_name(name)
+
+
+def probe_dir(nonce: str) -> str:
+    """``.easyckpt-doctor-<nonce>``: where `doctor` tries a root out; no candidate for anything."""
+    return f"{_PROBE}{_checked(nonce, _nonce, 'a nonce')}"
+
+
+def is_probe_dir(name: str) -> bool:
+    """Is this a :func:`probe_dir` name?"""
+    return name.startswith(_PROBE) and _nonce.fullmatch(name.removeprefix(_PROBE)) is not None
 
 
 def _has(match: re.Match[str], user: str | None, arena: str | None, rank: int | None) -> bool:
