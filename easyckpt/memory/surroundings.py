@@ -34,7 +34,7 @@ def remove_ipc_setting(paths: Sequence[str]) -> bool:
     setting = True
     for path in paths:
         parser = configparser.ConfigParser(strict=False, interpolation=None, allow_no_value=True)
-        with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
+        with contextlib.suppress(OSError, configparser.Error, ValueError):
             with open(path, encoding="utf-8") as file:
                 parser.read_file(file)
             setting = parser.getboolean("Login", "RemoveIPC", fallback=setting)

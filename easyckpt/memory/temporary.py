@@ -15,13 +15,13 @@ from easyckpt.memory.place import memory_directory
 
 
 class TemporaryMemory:
-    """A new directory of this user alone for arenas, where the memory tier lives by default.
+    """A new directory of this user alone for arenas, where the memory tier lives (`memory_dir`, or by default).
 
     A record lock in it, held until `remove` or the death of this process, shows that it is in use.
     """
 
-    def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix=layout.AUDIT_MEMORY, dir=memory_directory(None)[0])
+    def __init__(self, memory_dir: str | None) -> None:
+        self.path = tempfile.mkdtemp(prefix=layout.AUDIT_MEMORY, dir=memory_directory(memory_dir)[0])
         self._lock = OwnerLock(os.path.join(self.path, layout.AUDIT_OWNER))
         self._lock.try_acquire()
 
@@ -43,13 +43,12 @@ class LeftDirectory:
     """None: it says nothing of its audit (of an older version, or killed at its very start)."""
 
 
-def find_directories(directory: str | None = None) -> list[LeftDirectory]:
-    """Directories that audits of this user keep in `directory` (default: where they make them), by name."""
-    place = memory_directory(None)[0] if directory is None else directory
+def find_directories(directory: str) -> list[LeftDirectory]:
+    """Directories that audits of this user keep in the memory directory `directory`, by name."""
     found = []
     with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(place)):
-            path = os.path.join(place, name)
+        for name in sorted(os.listdir(directory)):
+            path = os.path.join(directory, name)
             with contextlib.suppress(OSError):
                 status = os.lstat(path)
                 if layout.is_audit_memory(name) and _is_ours(status):

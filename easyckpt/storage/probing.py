@@ -215,17 +215,17 @@ class Probes:
 
     def speed(self, nbytes: int, count: Callable[[int], None]) -> tuple[Speed, Speed]:
         """(writing and syncing, reading) of a file of `nbytes` at most, as checkpoints are written and read."""
-        with mmap.mmap(-1, _PIECE) as buffer:
-            for at in range(0, _PIECE, 1 << 20):  # no file system can make less of it
-                buffer[at : at + (1 << 20)] = os.urandom(1 << 20)
-            written = self._write_for_speed(buffer, nbytes, count)
-            self._storage.drop_cache("speed")
-            begun, done = time.perf_counter(), 0
-            with self._storage.reader("speed") as file:
-                while done < written.nbytes and time.perf_counter() - begun < SPEED_SECONDS:
-                    done += file.read_into(buffer, done)
-                    count(_PIECE)
-            return written, Speed(done, time.perf_counter() - begun)
+        buffer = mmap.mmap(-1, _PIECE)  # not closed here: an interruption leaves views of it
+        for at in range(0, _PIECE, 1 << 20):  # no file system can make less of it
+            buffer[at : at + (1 << 20)] = os.urandom(1 << 20)
+        written = self._write_for_speed(buffer, nbytes, count)
+        self._storage.drop_cache("speed")
+        begun, done = time.perf_counter(), 0
+        with self._storage.reader("speed") as file:
+            while done < written.nbytes and time.perf_counter() - begun < SPEED_SECONDS:
+                done += file.read_into(buffer, done)
+                count(_PIECE)
+        return written, Speed(done, time.perf_counter() - begun)
 
     def _write_for_speed(self, buffer: mmap.mmap, nbytes: int, count: Callable[[int], None]) -> Speed:
         begun, done = time.perf_counter(), 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import psutil
 
 from easyckpt import failpoints
-from easyckpt.config_sources import AUDIT_VARIABLE
+from easyckpt.config_sources import AUDIT_VARIABLE, resolve
 from easyckpt.errors import EasyckptError, UsageError
 from easyckpt.format import layout
 from easyckpt.memory.temporary import TemporaryMemory
@@ -58,6 +58,7 @@ class Runner:
     def __init__(self, command: Sequence[str], out: str, *, at: int, every: int) -> None:
         self._command, self._out, self._at, self._every = list(command), out, at, every
         self._memories: dict[str, TemporaryMemory] = {}
+        self._memory_dir = resolve({}, None).memory_dir
         os.makedirs(os.path.join(out, "runs"))
         os.makedirs(os.path.join(out, "logs"))
 
@@ -71,7 +72,7 @@ class Runner:
         log = os.path.join(self._out, "logs", f"{name}.txt")
         if after is not None and same:
             return Run(name, after.root, after.memory, log)
-        memory = TemporaryMemory()
+        memory = TemporaryMemory(self._memory_dir)
         self._memories[memory.path] = memory
         root = os.path.join(self._out, "runs", name)
         if after is not None:

@@ -77,14 +77,13 @@ _ADVICE = {
 
 
 def look(directory: str, place: Place, *, clean: bool, everything: bool) -> list[Item]:
-    """All that is left behind in the memory directory, in an audit's, and by doctor itself in the root.
+    """All that is left behind in the memory directory, and by doctor itself in the root.
 
     With `clean`, what nobody needs is removed; with `everything`, also what a restart would go on from, and what is
     unclear. What a live process owns stays in any case, and so does what belongs to other users.
     """
     items = [_arena(arena, place, clean, everything) for arena in memory.find(directory)]
-    audits = {found.path: found for where in (None, directory) for found in find_directories(where)}
-    items += [_audit(found, clean, everything) for found in audits.values()]
+    items += [_audit(found, clean, everything) for found in find_directories(directory)]
     return items + list(_probes(place, clean))
 
 

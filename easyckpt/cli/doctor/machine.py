@@ -56,14 +56,12 @@ def _threads() -> Finding:
 
 
 def _copying() -> Finding:
-    with mmap.mmap(-1, _COPY_BYTES) as source, mmap.mmap(-1, _COPY_BYTES) as target:
-        views = [ctypes.c_char.from_buffer(part) for part in (target, source)]
-        seconds = []
-        for _ in range(3):  # the first one also makes the pages
-            begun = time.perf_counter()
-            ctypes.memmove(ctypes.addressof(views[0]), ctypes.addressof(views[1]), _COPY_BYTES)
-            seconds.append(time.perf_counter() - begun)
-        del views
+    target, source = (ctypes.c_char.from_buffer(mmap.mmap(-1, _COPY_BYTES)) for _ in range(2))
+    seconds = []
+    for _ in range(3):  # the first one also makes the pages
+        begun = time.perf_counter()
+        ctypes.memmove(ctypes.addressof(target), ctypes.addressof(source), _COPY_BYTES)
+        seconds.append(time.perf_counter() - begun)
     rate = int(_COPY_BYTES / min(seconds))
     return Finding(
         AREA, "memory copy", f"{output.size(rate)}/s by one thread", "ok", "pace",

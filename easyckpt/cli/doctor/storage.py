@@ -146,7 +146,8 @@ def _clock(probes: Probes) -> Finding:
     off = abs(ahead) > _SKEW_SECONDS
     where = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
     return Finding(
-        AREA, "clock", where if off else "as this host's", "warning" if off else "ok", "owner", "the lease compares no clocks; times of files are shown to people",
+        AREA, "clock", where if off else "as this host's",
+        "warning" if off else "ok", "owner", "the lease compares no clocks; times of files are shown to people",
         "have both synchronized (NTP)" if off else "",
     )  # fmt: skip
 
