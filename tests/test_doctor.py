@@ -1,4 +1,4 @@
-"""Doctor: what it finds on a real machine, that it leaves nothing behind, and that `--clean` takes only what nobody needs."""
+"""Doctor: what it finds on a real machine, that it leaves nothing behind, and that it cleans only what nobody needs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def job(tmp_path) -> Iterator:
 
 
 @pytest.fixture
-def doctor(run, tmp_path):  # noqa: F811
+def doctor(run, tmp_path):
     """`easyckpt doctor --json` on the root of the jobs, without measuring the speed."""
 
     def call(*arguments, root=tmp_path / "exp"):
@@ -131,7 +131,7 @@ def test_all_without_clean_is_refused(doctor):
     assert doctor("--all")[0].code == 2
 
 
-def test_the_table_for_people_names_what_to_change(job, run, tmp_path):  # noqa: F811
+def test_the_table_for_people_names_what_to_change(job, run, tmp_path):
     job().kill()
     ran = run("doctor", tmp_path / "exp", "--speed", 0)
     assert ran.code == 0
@@ -302,7 +302,7 @@ def test_a_doctor_that_is_terminated_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_doctor_leaves_is_no_checkpoint_and_is_removed_by_a_later_one(doctor, tmp_path, run):  # noqa: F811
+def test_what_a_killed_doctor_leaves_is_no_checkpoint_and_is_removed_by_a_later_one(doctor, tmp_path, run):
     process, left = start_doctor(tmp_path)
     process.kill()
     process.wait()

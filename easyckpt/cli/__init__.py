@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from easyckpt.cli import audit, diff, doctor, inspect, output, rescue, stat, verify
+from easyckpt.cli import audit, completion, diff, doctor, inspect, output, rescue, stat, verify, watch
 from easyckpt.version import VERSION
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _family in (inspect, verify, diff, stat, audit, doctor, rescue):
+for _family in (inspect, verify, diff, stat, audit, doctor, watch, rescue, completion):
     _family.register(app)
 
 
@@ -41,4 +41,4 @@ def _easyckpt(
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     output.make_streams_safe()
-    app()
+    app(complete_var=completion.VARIABLE)  # else it would be made of how the program was started

@@ -44,6 +44,7 @@ _trash = re.compile(r"\.trash-(?P<nonce>[0-9A-Za-z_]{1,64})-(?P<name>.+)")
 _temp_file = re.compile(rf"\.(?P<name>.+)\.(?P<word>{_WORD})\.tmp")
 _shard_file = re.compile(rf"rank-{_RANK}\.safetensors")
 _index_file = re.compile(rf"rank-{_RANK}\.json")
+_events_file = re.compile(rf"rank-{_RANK}\.jsonl")
 _pin = re.compile(r"step-(?P<step>0|[1-9][0-9]{0,17})")
 _word = re.compile(_WORD)
 _nonce = re.compile(r"[0-9A-Za-z_]{1,64}")
@@ -167,6 +168,11 @@ def parse_pin_file(name: str) -> int | None:
 def events_file(rank: int) -> str:
     """``events/rank-00000.jsonl``: what that rank did."""
     return f"{EVENTS}/rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.jsonl"
+
+
+def parse_events_file(name: str) -> int | None:
+    """The rank of a file in the events directory (the name without the directory)."""
+    return _number(_events_file, name, "rank")
 
 
 def audit_file(rank: int) -> str:
