@@ -120,6 +120,20 @@ class Restored(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Measured(Event):
+    """How this rank stands, every few seconds while that changes; `seconds` is how long training was held up in all."""
+
+    LEVEL: ClassVar[int] = logging.DEBUG
+
+    slots: int
+    """How many slots the arena means to have."""
+    sealed: int
+    """Slots that hold a whole snapshot."""
+    survives: bool
+    """Whether these survive the death of the process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Warned(Event):
     """Anything else that the user should read."""
 

@@ -22,6 +22,7 @@ from easyckpt.events import EventLog, Warned
 from easyckpt.format import layout
 from easyckpt.memory import budget
 from easyckpt.memory.arena import Arena
+from easyckpt.memory.leftovers import OwnerNote
 from easyckpt.memory.owner import OwnerLock
 from easyckpt.memory.place import DEFAULT_DIRECTORY, memory_directory, user_name
 from easyckpt.saving.line import new_root
@@ -67,7 +68,7 @@ def open_root(
     failure: Exception | None = None
     try:
         _see_root(storage, ranks, min(ROOT_SECONDS, config.peer_timeout / 2))
-        arena = _own_arena(directory, in_memory, identity, ranks, config)
+        arena = _own_arena(directory, in_memory, identity, root=storage.root, ranks=ranks, config=config)
     except RootInUse as error:
         failure = RootInUse(f"{storage.root} is in use: {error}")
     except (EasyckptError, OSError) as error:
@@ -123,7 +124,13 @@ def _see_root(storage: LocalStorage, ranks: Ranks, timeout: float) -> None:
 
 
 def _own_arena(
-    directory: str, in_memory: bool, identity: Mapping[str, str], ranks: Ranks, config: CheckpointConfig
+    directory: str,
+    in_memory: bool,
+    identity: Mapping[str, str],
+    *,
+    root: str,
+    ranks: Ranks,
+    config: CheckpointConfig,
 ) -> Arena:
     """The arena of this rank, with what dead processes have left in it."""
     user, arena_id = user_name(), identity["arena_id"]
@@ -139,6 +146,7 @@ def _own_arena(
         incarnation=identity["incarnation"],
         budget_bytes=share,
         pin=uses_cuda(),
+        note=OwnerNote.of(root).to_bytes(),
     )
     try:
         for view in arena.adopt():

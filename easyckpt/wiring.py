@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from easyckpt.distributed.mailbox import Mailbox
 from easyckpt.distributed.ranks import Ranks, discover
 from easyckpt.distributed.rendezvous import Channel, connect
 from easyckpt.errors import LeaseLost, OutOfSpace
-from easyckpt.events import EventLog, Warned
+from easyckpt.events import EventLog, Measured, Warned
 from easyckpt.format import layout
 from easyckpt.format.sizes import size_text
 from easyckpt.loading.loader import Loader
@@ -211,8 +212,28 @@ def keep_house(parts: SaverParts, opened: OpenedRoot) -> Housekeeper:
         lease=opened.lease,
         lease_interval=parts.config.lease_interval,
         on_lease_lost=lost,
-        look_after_memory=opened.arena.look_after,
+        look_after_memory=_looking_after(opened.arena, parts.events),
     )
+
+
+def _looking_after(arena: Arena, events: EventLog) -> Callable[[], None]:
+    """The housekeeper's duty towards the memory tier, and what it then says for those who watch."""
+    said: Measured | None = None
+
+    def look_after() -> None:
+        nonlocal said
+        arena.look_after()
+        now = Measured(
+            seconds=events.stats().blocked_seconds,
+            slots=arena.count,
+            sealed=len(arena.sealed()),
+            survives=arena.survives,
+        )
+        if said is None or now != replace(said, time=now.time):
+            said = now
+            events.emit(now)
+
+    return look_after
 
 
 def make_loader(parts: SaverParts) -> Loader:

@@ -10,7 +10,21 @@ import sys
 
 import typer
 
-from easyckpt.cli import audit, copying, diff, export, housekeeping, inspect, output, rescue, stat, verify
+from easyckpt.cli import (
+    audit,
+    completion,
+    copying,
+    diff,
+    doctor,
+    export,
+    housekeeping,
+    inspect,
+    output,
+    rescue,
+    stat,
+    verify,
+    watch,
+)
 from easyckpt.version import VERSION
 
 app = typer.Typer(
@@ -21,7 +35,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _family in (inspect, verify, diff, stat, export, audit, housekeeping, copying, rescue):
+for _family in (
+    inspect, watch, verify, diff, stat, export, housekeeping, copying, audit, doctor, rescue, completion,
+):  # fmt: skip
     _family.register(app)
 
 
@@ -41,4 +57,4 @@ def _easyckpt(
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     output.make_streams_safe()
-    app()
+    app(complete_var=completion.VARIABLE)  # else it would be made of how the program was started

@@ -23,6 +23,12 @@ PINS = "pins"
 EVENTS = "events"
 METRICS = "metrics.jsonl"
 AUDIT = "audit"
+#: How the names of directories begin in which audits keep their runs' shared memory; the file in them that carries the
+#: audit's record lock.
+AUDIT_MEMORY = "easyckpt-audit-"
+AUDIT_OWNER = "audit.owner"
+OWNER = ".owner"
+_PROBE = ".easyckpt-doctor-"
 
 #: Steps have up to 18 digits, so that every one fits in 63 bits.
 MAX_STEP = 10**18 - 1
@@ -39,6 +45,7 @@ _trash = re.compile(r"\.trash-(?P<nonce>[0-9A-Za-z_]{1,64})-(?P<name>.+)")
 _temp_file = re.compile(rf"\.(?P<name>.+)\.(?P<word>{_WORD})\.tmp")
 _shard_file = re.compile(rf"rank-{_RANK}\.safetensors")
 _index_file = re.compile(rf"rank-{_RANK}\.json")
+_events_file = re.compile(rf"rank-{_RANK}\.jsonl")
 _pin = re.compile(r"step-(?P<step>0|[1-9][0-9]{0,17})")
 _word = re.compile(_WORD)
 _nonce = re.compile(r"[0-9A-Za-z_]{1,64}")
@@ -164,6 +171,11 @@ def events_file(rank: int) -> str:
     return f"{EVENTS}/rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.jsonl"
 
 
+def parse_events_file(name: str) -> int | None:
+    """The rank of a file in the events directory (the name without the directory)."""
+    return _number(_events_file, name, "rank")
+
+
 def audit_file(rank: int) -> str:
     """``audit/rank-00000.jsonl``: what that rank has noted of an audited run."""
     return f"{AUDIT}/rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.jsonl"
@@ -249,6 +261,29 @@ def is_slot_file(name: str, user: str | None = None, arena: str | None = None, r
     """Is this a :func:`slot_file` name, of that user, arena and rank where they are given?"""
     match = _arena_file.fullmatch(name)
     return match is not None and match["slot"] is not None and _has(match, user, arena, rank)
+
+
+def parse_arena_file(name: str) -> tuple[str, str, int, int | None] | None:
+    """(user's label, arena id, rank, slot) of a name of an arena; the slot is None for an :func:`owner_file`."""
+    match = _arena_file.fullmatch(name)
+    if match is None:
+        return None
+    return match["user"], match["arena"], int(match["rank"]), None if match["slot"] is None else int(match["slot"])
+
+
+def is_audit_memory(name: str) -> bool:
+    """Is this the name of a directory that an audit keeps its runs' shared memory in?"""
+    return name.startswith(AUDIT_MEMORY) and safe_name(name)
+
+
+def probe_dir(nonce: str) -> str:
+    """``.easyckpt-doctor-<nonce>``: where `doctor` tries a root out; no candidate for anything."""
+    return f"{_PROBE}{_checked(nonce, _nonce, 'a nonce')}"
+
+
+def is_probe_dir(name: str) -> bool:
+    """Is this a :func:`probe_dir` name?"""
+    return name.startswith(_PROBE) and _nonce.fullmatch(name.removeprefix(_PROBE)) is not None
 
 
 def _has(match: re.Match[str], user: str | None, arena: str | None, rank: int | None) -> bool:

@@ -40,6 +40,7 @@ class Arena:
 
     `budget_bytes` bounds what the slots take in `directory`, adopted ones included; `private_budget_bytes` what they
     take as private memory (default: measured when it comes to that). With `pin`, images are page-locked for the GPU.
+    `note` is left for whoever finds the arena after this process has died.
     In a forked child an arena is inert: no slots, nothing to acquire, `close` does nothing.
     """
 
@@ -57,6 +58,7 @@ class Arena:
         private_budget_bytes: int | None = None,
         pin: bool = False,
         populate_threads: int | None = None,
+        note: bytes | None = None,
     ) -> None:
         """Own the arena. Raises RootInUse when another live process, or another arena of this one, does."""
         self.directory, self.user, self.arena_id, self.rank = directory, user, arena_id, rank
@@ -77,7 +79,7 @@ class Arena:
             threads=populate_threads,
         )
         self._lock = self._supply.lock
-        self._owner = OwnerLock(os.path.join(directory, layout.owner_file(user, arena_id, rank)))
+        self._owner = OwnerLock(os.path.join(directory, layout.owner_file(user, arena_id, rank)), note)
         self._own()
         failpoints.hit(_OWNED)
 

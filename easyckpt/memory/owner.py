@@ -30,6 +30,8 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 _NOBODY = -1
+#: A longer note is not read.
+MAX_NOTE = 1 << 16
 
 
 def _holder(path: str) -> int | None:
@@ -55,10 +57,14 @@ def _holder(path: str) -> int | None:
 
 
 class OwnerLock:
-    """The record lock on the file at `path`, which is made when missing."""
+    """The record lock on the file at `path`, which is made when missing.
 
-    def __init__(self, path: str) -> None:
+    `note` is what the owner leaves in the file for those who find it after its death (None: what is there stays).
+    """
+
+    def __init__(self, path: str, note: bytes | None = None) -> None:
         self.path = path
+        self._note = note
         self._fd: int | None = None
         self._pid = os.getpid()
 
@@ -86,6 +92,7 @@ class OwnerLock:
                 if self._is_at_path(found):
                     self._fd, self._pid = fd, os.getpid()
                     _held[found.st_dev, found.st_ino] = self._pid
+                    self._write_note(fd)
                     return True
                 os.close(fd)  # its last owner removed the file meanwhile: take the new one
 
@@ -119,6 +126,24 @@ class OwnerLock:
         return None if holder is None else holder == _NOBODY
 
     @staticmethod
+    def note_at(path: str) -> bytes | None:
+        """What its last owner has left in the file at `path`; None where that cannot be known, or is our own."""
+        with _guard:
+            try:
+                found = os.lstat(path)
+                if (found.st_dev, found.st_ino) in _held:
+                    return None  # closing a descriptor of it would drop the lock
+                fd, _ = open_checked(path, os.O_RDONLY)
+            except (OSError, FormatError):
+                return None
+            try:
+                return os.pread(fd, MAX_NOTE, 0)
+            except OSError:
+                return None
+            finally:
+                os.close(fd)
+
+    @staticmethod
     def describe_holder(path: str) -> str:
         """Who holds the lock on `path`, in words, for messages."""
         with _guard:
@@ -127,6 +152,12 @@ class OwnerLock:
             return "another Checkpointer of this process"
         # (a process of another container has no number here)
         return f"the live process {holder}" if holder is not None and holder > 0 else "another live process"
+
+    def _write_note(self, fd: int) -> None:
+        if self._note is not None:
+            with contextlib.suppress(OSError):  # full: whoever finds the file then knows less
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, self._note, 0)
 
     def _held_here(self) -> bool:
         with contextlib.suppress(FileNotFoundError):

@@ -29,8 +29,3 @@ def user_name() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:  # a container's user without a name
         return str(os.geteuid())
-
-
-def temporary_directory(prefix: str) -> str:
-    """A new directory of this user alone for arenas, where the memory tier lives by default. The caller removes it."""
-    return tempfile.mkdtemp(prefix=prefix, dir=memory_directory(None)[0])

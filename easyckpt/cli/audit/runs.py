@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import psutil
 
 from easyckpt import failpoints
-from easyckpt.config_sources import AUDIT_VARIABLE
+from easyckpt.config_sources import AUDIT_VARIABLE, resolve
 from easyckpt.errors import EasyckptError, UsageError
 from easyckpt.format import layout
-from easyckpt.memory.place import temporary_directory
+from easyckpt.memory.temporary import TemporaryMemory
 
 #: Intervals that no audited run comes to: nothing is stored but where it stops.
 NEVER = 10**9
@@ -57,14 +57,15 @@ class Runner:
 
     def __init__(self, command: Sequence[str], out: str, *, at: int, every: int) -> None:
         self._command, self._out, self._at, self._every = list(command), out, at, every
-        self._memories: list[str] = []
+        self._memories: dict[str, TemporaryMemory] = {}
+        self._memory_dir = resolve({}, None).memory_dir
         os.makedirs(os.path.join(out, "runs"))
         os.makedirs(os.path.join(out, "logs"))
 
     def close(self, *, keep: bool) -> None:
         """Remove what the runs have left in memory, and on disk unless that is to be kept."""
-        for memory in self._memories:
-            shutil.rmtree(memory, ignore_errors=True)
+        for memory in self._memories.values():
+            memory.remove()
         if not keep:
             shutil.rmtree(os.path.join(self._out, "runs"), ignore_errors=True)
 
@@ -73,17 +74,17 @@ class Runner:
         log = os.path.join(self._out, "logs", f"{name}.txt")
         if after is not None and same:
             return Run(name, after.root, after.memory, log)
-        memory = temporary_directory("easyckpt-audit-")
-        self._memories.append(memory)
+        memory = TemporaryMemory(self._memory_dir)
+        self._memories[memory.path] = memory
         root = os.path.join(self._out, "runs", name)
         if after is not None:
             shutil.copytree(after.root, root, copy_function=_copy)
-        return Run(name, root, memory, log)
+        return Run(name, root, memory.path, log)
 
     def remove(self, run: Run) -> None:
         """Give the space of a run back that nothing goes on from any more."""
         shutil.rmtree(run.root, ignore_errors=True)
-        shutil.rmtree(run.memory, ignore_errors=True)
+        self._memories[run.memory].remove()
 
     def go(self, run: Run, *, stop: int, store: bool = True, left_out: Sequence[str] = ()) -> None:
         """Run the command until `stop` finished steps, storing as it goes, or there only. Raises CommandFailed."""
