@@ -20,6 +20,9 @@ from easyckpt.format.flat import Container, Plain
 from easyckpt.storage.base import Storage
 from easyckpt.tensor_comparison import Outcome, compare_tensors
 
+#: Lines of the metrics file that a snapshot carries, with the time of the clock: a log, which no two runs share.
+_CARRIED: Path = ("easyckpt.metrics", "unwritten")
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -149,7 +152,7 @@ def _others(one: Component, other: Component, rank: int, total: Compared) -> Ite
         path = one.paths[key] if key in one.paths else other.paths[key]
         a, b = one.values.get(key), other.values.get(key)
         total.values += isinstance(a, Plain) or isinstance(b, Plain)
-        if told is not None and path[: len(told)] == told:
+        if (told is not None and path[: len(told)] == told) or path[:2] == _CARRIED:
             continue
         largest = None
         if a is None and b is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -82,6 +84,23 @@ def test_a_checkpoint_is_equal_to_itself(root, run):
     assert ran.document["equal"]
     assert ran.document["components"]["model"]["tensors"] == 6
     assert ran.document["components"]["model"]["equal"]
+
+
+@pytest.mark.parametrize(("losses", "code"), [((1.0, 1.0), 0), ((1.0, 2.0), 1)])
+def test_runs_that_have_logged_the_same_are_equal_whenever_that_was(tmp_path, run, losses, code):
+    for name, loss in zip("ab", losses, strict=True):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        with easyckpt.Checkpointer(tmp_path / name, {"model": nn.Linear(2, 2)}, signals=()) as ckpt:
+            ckpt.load()
+            ckpt.log(loss=loss)
+            ckpt.save(1, wait=True)
+    ran = run("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert ran.code == code, ran.document
+    assert [name for name, part in ran.document["components"].items() if not part["equal"]] == (
+        ["easyckpt.metrics"] if code else []
+    )
 
 
 def test_two_steps_differ_component_by_component(root, run):
