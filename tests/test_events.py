@@ -256,7 +256,11 @@ def test_what_is_unknown_is_said_to_be():
 
 
 def test_every_event_type_can_be_written():
-    known = {"reason": "r", "removed": (1,), "tier": "memory", "message": "m"} | {"slots": 4, "sealed": 2, "survives": True}
+    known = {"reason": "r", "removed": (1,), "tier": "memory", "message": "m"} | {
+        "slots": 4,
+        "sealed": 2,
+        "survives": True,
+    }
     kinds = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, events.Event)]
     assert len(kinds) == 13
     for kind in kinds:
