@@ -174,6 +174,7 @@ def test_what_is_committed_is_removed_and_a_restart_goes_on_at_once(job, doctor,
     assert slots(memory_dir) == []
     # The lease of the killed job names the owner file, by which a restart sees at once that it is dead.
     assert arena_files(memory_dir) != []
+    assert doctor("--clean", root=tmp_path)[1]["left"] == []  # and that is nothing to speak of
     again = job("--steps", "9")
     assert (again.began_at, again.tier) == (8, "storage")
     again.end()
@@ -253,6 +254,41 @@ def test_a_snapshot_that_came_while_it_looked_is_not_removed(job, doctor):
     assert not item["removed"]
     assert "meanwhile" in item["kept_because"]
     assert job("--steps", "9").tier == "memory"
+
+
+RANK = """
+import sys
+from easyckpt.memory.arena import Arena
+from easyckpt.memory.place import user_name
+arena = Arena(sys.argv[1], user_name(), "0123456789ab-01234567", int(sys.argv[2]), 2, run="r", incarnation="i",
+              budget_bytes=1 << 30)
+arena.ensure(4096, 4096)
+arena.wait_ready()
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_group_is_left_alone_while_one_of_its_ranks_lives(doctor, memory_dir, tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(memory_dir), str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdout.readline() == b"ready\n"
+    before = arena_files(memory_dir)
+    ranks[1].kill()
+    ranks[1].communicate()
+    _, document = doctor("--clean", "--all", root=tmp_path)
+    assert [(item["kind"], item["ranks"], item["removed"]) for item in document["left"]] == [("in use", [0, 1], False)]
+    assert arena_files(memory_dir) == before
+    ranks[0].kill()
+    ranks[0].communicate()
+    _, document = doctor("--clean", root=tmp_path)
+    assert [(item["kind"], item["removed"]) for item in document["left"]] == [("not needed", True)]
+    assert arena_files(memory_dir) == []
 
 
 AUDIT = """

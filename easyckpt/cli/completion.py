@@ -6,7 +6,7 @@ import enum
 from typing import Annotated
 
 import typer
-from typer.completion import completion_init, get_completion_script
+from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined] # re-exported
 
 from easyckpt.cli import output
 from easyckpt.cli.output import Answer, AsJson

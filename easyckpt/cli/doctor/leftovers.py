@@ -82,7 +82,8 @@ def look(directory: str, place: Place, *, clean: bool, everything: bool) -> list
     With `clean`, what nobody needs is removed; with `everything`, also what a restart would go on from, and what is
     unclear. What a live process owns stays in any case, and so does what belongs to other users.
     """
-    items = [_arena(arena, place, clean, everything) for arena in memory.find(directory)]
+    arenas = [arena for arena in memory.find(directory) if arena.paths or not _serves_a_lease(arena, place)]
+    items = [_arena(arena, place, clean, everything) for arena in arenas]
     items += [_audit(found, clean, everything) for found in find_directories(directory)]
     return items + list(_probes(place, clean))
 
@@ -127,6 +128,15 @@ def _root_of(arena: Arena, place: Place) -> str | None:
     if place.arena_id == arena.arena_id:
         return place.asked
     return None if arena.note is None else arena.note.root
+
+
+def _serves_a_lease(arena: Arena, place: Place) -> bool:
+    """Whether the root has a lease, whose owner is proven dead by the arena's owner file."""
+    root = _root_of(arena, place)
+    try:
+        return root is not None and _exists(os.path.join(root, layout.LEASE))
+    except OSError:
+        return True  # nobody knows
 
 
 def _by_root(arena: Arena, root: str) -> Verdict:
@@ -186,9 +196,8 @@ def _arena(arena: Arena, place: Place, clean: bool, everything: bool) -> Item:
         return everything or judge_dead(now, place, verdict.root).kind == "not needed"
 
     if clean and _wanted(verdict, everything):
-        root = verdict.root
-        lease = root is not None and os.path.isdir(root) and LocalStorage(root).exists(layout.LEASE)
-        _act(item, lambda: memory.remove(arena, may_go=may_go, keep_owners=lease) is not None)
+        keep = _serves_a_lease(arena, place)
+        _act(item, lambda: memory.remove(arena, may_go=may_go, keep_owners=keep) is not None)
     return item
 
 

@@ -22,7 +22,7 @@ def findings(directory: str, in_memory: bool, place: Place, wanted_slots: int) -
     """Of the memory directory `directory`."""
     if not in_memory:
         yield Finding(
-            AREA, "directory", "no memory directory can be written", "warning", "memory", _LOST,
+            AREA, "directory", "cannot be written, or is none", "warning", "memory", _LOST,
             "mount a tmpfs at the default place, or set memory_dir",
         )  # fmt: skip
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ _RECENT_SECONDS = 60.0
 _RECENT = 1000
 _WARNINGS = 20
 _LONGEST_TEXT = 1000
+_LARGEST = 1e15
 _WARNING_KINDS = {"Warned": "message", "FlushFailed": "reason", "FlushSkipped": "reason", "SnapshotDiscarded": "reason"}
 
 
@@ -149,8 +149,9 @@ def _whole(record: dict[str, Any], name: str) -> int | None:
 
 def _number(record: dict[str, Any], name: str) -> float:
     value = record.get(name)
-    sound = type(value) in (int, float) and 0 <= float(value) < 1e15 and math.isfinite(value)
-    return float(value) if sound else 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _LARGEST:  # NaN, too
+        return 0.0
+    return float(value)
 
 
 def _text(record: dict[str, Any], name: str) -> str:
