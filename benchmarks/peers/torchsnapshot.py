@@ -5,18 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from benchmarks.peers.base import Job, Peer, newest
 
 
 class TorchSnapshot(Peer):
     name = "torchsnapshot"
     package = "torchsnapshot-nightly"
-    about = "`Snapshot.async_take`; the directory with the highest number is loaded"
+    about = (
+        "`Snapshot.async_take`, in a process group of one rank (without one it fails here: `create_store` expects an "
+        "IPv6 address); the directory with the highest number is loaded"
+    )
 
     def __init__(self, root: Path, job: Job) -> None:
         super().__init__(root, job)
         from torchsnapshot import Snapshot, StateDict
 
+        dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True), rank=0, world_size=1)
         self._snapshot = Snapshot
         self._progress = StateDict(step=0)
         self._state = {"model": job.model, "optimizer": job.optimizer, "progress": self._progress}
@@ -39,3 +45,7 @@ class TorchSnapshot(Peer):
         self._snapshot(str(path)).restore(self._state)
         self.job.progress["step"] = self._progress["step"]
         return self.job.progress["step"]
+
+    def close(self) -> None:
+        self.wait()
+        dist.destroy_process_group()
