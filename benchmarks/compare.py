@@ -41,7 +41,7 @@ def not_installed(name: str) -> str | None:
         try:
             importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            return f"not installed: pip install --no-deps -r benchmarks/peers.txt ({package})"
+            return f"not installed: pip install --no-deps {package}; benchmarks/README.md says what else"
     return None
 
 
@@ -51,7 +51,9 @@ def calibrated(size: Size, target: float) -> Size:
     for _ in range(3):
         job = Job(size.width, size.layers, batch)
         nothing = Nothing(common.HERE, job)
-        seconds = common.median([common.timed(lambda job=job, nothing=nothing: job.train(nothing)) for _ in range(5)][1:])
+        seconds = common.median(
+            [common.timed(lambda job=job, nothing=nothing: job.train(nothing)) for _ in range(5)][1:]
+        )
         batch = max(1, round(batch * target / seconds))
     return Size(size.width, size.layers, batch)
 

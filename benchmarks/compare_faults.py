@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -72,7 +72,9 @@ class Place:
 def place(parent: Path | None = None) -> Iterator[Place]:
     """A fresh one, removed at the end."""
     root = Path(tempfile.mkdtemp(prefix="easyckpt-bench-", dir=parent))
-    memory = Path(tempfile.mkdtemp(prefix="easyckpt-bench-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    memory = Path(
+        tempfile.mkdtemp(prefix="easyckpt-bench-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    )
     try:
         yield Place(root, memory)
     finally:
@@ -100,8 +102,8 @@ class Child:
         )
         self._alarm = threading.Timer(PATIENCE, self.kill)
         self._alarm.daemon = True
-        self._alarm.start()
         self.hung = False
+        self._alarm.start()
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """What it prints, until it ends."""
@@ -112,11 +114,9 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL to the process and all that it has started."""
-        self.hung = threading.current_thread() is self._alarm
-        try:
+        self.hung |= threading.current_thread() is self._alarm
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def end(self) -> None:
         """Wait for its end; raises ChildFailed with its last line of stderr unless it ended well."""
@@ -146,7 +146,7 @@ class Child:
 def error_in(text: str) -> str:
     """The exception that ended a program, out of what it wrote to stderr; a note on destructors does not count."""
     errors = [line for line in text.splitlines() if re.match(r"[A-Za-z_.]+(Error|Exception|Interrupt|Exit)\b", line)]
-    fatal = text.rpartition("Traceback (most recent call last):\n  File \"<frozen runpy>\"")[2]
+    fatal = text.rpartition('Traceback (most recent call last):\n  File "<frozen runpy>"')[2]
     first = [line for line in errors if line in fatal]
     return (first or errors or text.strip().splitlines() or [""])[0].strip()[:400]
 
@@ -333,5 +333,3 @@ def killed_in_time(name: str, size: Size, seconds: float, chance: random.Random)
             return found
         seconds /= 2
     return {"killed": {"outcome": MISSED}}
-
-

@@ -1,4 +1,4 @@
-"""The training process of `benchmarks/compare.py`: trains beside one library, writes checkpoints to be damaged, or loads.
+"""The process of `benchmarks/compare.py` that trains beside one library, writes what is to be damaged, or loads.
 
 Prints JSON lines; what a library prints goes to stderr.
 """
@@ -51,7 +51,7 @@ def train(peer: Peer, job: Job) -> dict[str, Any]:
 
 
 def synced(root: Path) -> None:
-    """fsync of every file of the newest checkpoint and of the directories up to the root, whoever has done it before."""
+    """Fsync of the newest checkpoint's files and of the directories up to the root, whoever has done it before."""
     path = newest(root)
     if path is None:
         return

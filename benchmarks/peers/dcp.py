@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint`: an application state as in its recipes, saved at once, or in a thread or a process."""
+"""`torch.distributed.checkpoint`: a state wrapped as in its recipes; saved at once, in a thread, or in a process."""
 
 from __future__ import annotations
 
