@@ -18,24 +18,21 @@ def draw(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
     others = {name: one for name, one in summaries.items() if name != "none"}
 
     def bars(axes: Any, title: str, values: dict[str, float], *, log: bool = False, base: float = 0.0) -> None:
-        names = list(values)
+        names = list(values)[::-1]  # barh begins at the bottom
         colours = [OURS if name == "easyckpt" else OTHERS for name in names]
         drawn = axes.barh(names, [values[name] - base for name in names], left=base, color=colours)
         axes.bar_label(drawn, labels=[f"{values[name]:.3g}" for name in names], padding=3, fontsize=8)
         axes.set_title(title, fontsize=10)
-        axes.invert_yaxis()
         axes.margins(x=0.15)
         if log:
             axes.set_xscale("log")
+            axes.set_xlim(left=0.1)  # ms; a later beginning would make small differences look large
         axes.spines[["top", "right"]].set_visible(False)
 
     def page(name: str, *panels: tuple[Any, ...]) -> None:
         figure, places = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), sharey=True)
         for axes, (title, values, options) in zip(places, panels, strict=True):
             bars(axes, title, values, **options)
-        places[0].invert_yaxis()  # shared: turned once by each panel
-        if len(panels) % 2 == 0:
-            places[0].invert_yaxis()
         for axes in places:
             axes.tick_params(labelsize=8)
         figure.tight_layout()

@@ -20,6 +20,7 @@ class DLRover(Peer):
         "`DdpCheckpointer`, `StorageType.MEMORY` every step and `DISK` every fifth; started by python, not by "
         "`dlrover-run`, so without its agent"
     )
+    syncs = "the file that names the newest step"
     every_step = True
 
     def __init__(self, root: Path, job: Job) -> None:
