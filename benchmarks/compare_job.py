@@ -118,6 +118,7 @@ def main() -> None:
     elif arguments.mode == "write":
         write(peer, job, arguments.steps, say)
     else:
+        say({"started": True})
         say(load(peer, job))
         with contextlib.suppress(BaseException):
             peer.close()

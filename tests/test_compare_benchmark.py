@@ -23,6 +23,7 @@ SIZE = faults.Size(width=64, layers=4, batch=2)
         ({"step": None, "digest": None}, faults.NOTHING),
         ({"error": "OSError: gone"}, faults.REFUSED),
         ({"error": "it hung", "hung": True}, faults.HUNG),
+        ({"error": "TimeoutError: no saver", "not started": True}, faults.NOT_STARTED),
     ],
 )
 def test_an_outcome_is_judged_by_the_bits_that_were_loaded(loaded, expected):
