@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -130,20 +131,22 @@ def test_the_live_view_follows_a_job_and_ends_well_by_ctrl_c(job, tmp_path):
             if select.select([master], [], [], 0.1)[0]:
                 seen += os.read(master, 1 << 16)
 
-    until(b"metrics of step 3")
-    first.kill()
-    second = job("--steps", "5")
-    until(b"metrics of step 5")
-    process.send_signal(signal.SIGINT)
-    while process.poll() is None:
-        if select.select([master], [], [], 0.05)[0]:
-            try:
-                os.read(master, 1 << 16)
-            except OSError:  # the other end is closed
-                break
-    os.close(master)
-    assert process.wait() == 0
-    second.end()
+    try:
+        until(b"metrics of step 3")
+        first.kill()
+        second = job("--steps", "5")
+        until(b"metrics of step 5")
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None:
+            with contextlib.suppress(OSError):  # the other end is closed
+                if select.select([master], [], [], 0.05)[0]:
+                    os.read(master, 1 << 16)
+        assert process.returncode == 0
+        second.end()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
 
 
 def test_the_engine_says_how_it_stands(root, monkeypatch):
