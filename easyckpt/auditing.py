@@ -59,8 +59,8 @@ class Auditor:
         known = list(self._known())
         if step - self._audit.search_from in _SEARCHED:
             self._strangers.search([generator for _, generator in known])
-        generators = {name: content_digest(state) for name, state in host_generators().items()}
-        generators |= {name: content_digest(generator.get_state()) for name, generator in known}
+        generators = {name: _digest(state) for name, state in host_generators().items()}
+        generators |= {name: _digest(generator.get_state()) for name, generator in known}
         note = {
             "step": step,
             "generators": generators,
@@ -86,7 +86,7 @@ class Auditor:
 
     def _saw_batch(self, name: str, batch: Any) -> None:
         before = self._batches.setdefault(name, [0, ""])
-        before[:] = [before[0] + 1, content_digest([before[1], batch])]
+        before[:] = [before[0] + 1, _digest([before[1], batch])]
 
     def _note(self, note: dict[str, Any]) -> None:
         self._storage.append(self._file, json.dumps(note).encode() + b"\n")
@@ -117,7 +117,7 @@ class Strangers:
             name, count = place, 2
             while name in states:
                 name, count = f"{place} ({count})", count + 1
-            states[name] = content_digest(generator.get_state())
+            states[name] = _digest(generator.get_state())
         return states
 
 
@@ -130,8 +130,10 @@ def _generators(without: Collection[int]) -> Iterator[tuple[torch.Generator, str
             if type(value) is torch.Generator and id(value) not in seen:
                 seen.add(id(value))
                 yield value, f"the variable {name} in {frame.f_code.co_name}() of {_file(frame)}"
-        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict:
-            variables.clear()  # a copy, which the frame would keep, and the step's tensors with it (before Python 3.13)
+        # A copy (before Python 3.13), which the frame keeps, and the step's tensors with it, unless it is emptied. The
+        # program has the same one where it has called locals(): then somebody else refers to it.
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict and sys.getrefcount(variables) <= 3:
+            variables.clear()
     for value, container in _reachable():
         if type(value) is torch.Generator and id(value) not in seen:
             seen.add(id(value))
@@ -165,7 +167,7 @@ def _holder(generator: torch.Generator, container: Any) -> str:
     for referrer in gc.get_referrers(generator) if container is None else [container]:
         if isinstance(referrer, dict):
             names = [name for name, value in referrer.items() if value is generator]
-            owner = next((o for o in gc.get_referrers(referrer) if getattr(o, "__dict__", None) is referrer), None)
+            owner = next((o for o in gc.get_referrers(referrer) if _attributes(o) is referrer), None)
             if isinstance(owner, ModuleType):
                 return f"the global {names[0]} of {owner.__name__}"
             if names:
@@ -174,11 +176,19 @@ def _holder(generator: torch.Generator, container: Any) -> str:
             if referrer.gi_code.co_filename != __file__:
                 return f"a variable of the iterator {referrer.__qualname__}()"
         elif not isinstance(referrer, (FrameType, type)):
-            attributes = getattr(referrer, "__dict__", {})
-            names = [name for name, value in attributes.items() if value is generator]
+            names = [name for name, value in _attributes(referrer).items() if value is generator]
             if names:
                 return _attribute(names[0], referrer)
     return "a torch.Generator"
+
+
+def _attributes(owner: object) -> dict[str, Any]:
+    """Its own ones, without running any code of its class."""
+    try:
+        attributes = object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return attributes if isinstance(attributes, dict) else {}
 
 
 def _attribute(name: str, owner: object) -> str:
@@ -187,5 +197,15 @@ def _attribute(name: str, owner: object) -> str:
 
 def _rates(component: Component) -> list[Any]:
     """The learning rates of an optimizer, by group."""
-    groups = getattr(component.target, "param_groups", None) or ()
-    return [float(group["lr"]) for group in groups if isinstance(group, Mapping) and "lr" in group]
+    try:
+        groups = getattr(component.target, "param_groups", None) or ()
+        return [float(group["lr"]) for group in groups if isinstance(group, Mapping) and "lr" in group]
+    except Exception:  # noqa: BLE001 - whatever the program's objects do, training goes on
+        return []
+
+
+def _digest(value: Any) -> str:
+    try:
+        return content_digest(value)
+    except Exception as error:  # noqa: BLE001 - whatever is in a batch, training goes on
+        return f"not digestible: {type(error).__name__}"

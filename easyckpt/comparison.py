@@ -156,7 +156,11 @@ def _others(one: Component, other: Component, rank: int, total: Compared) -> Ite
             continue
         largest = None
         if a is None and b is None:
-            note = _tied(key, one, other)
+            alone = (key in one.tensors) != (key in other.tensors)
+            if alone and not (key in one.primary or key in other.primary):  # tied there, and told nowhere else
+                note = "only in A" if key in one.tensors else "only in B"
+            else:
+                note = _tied(key, one, other)
         elif _identity(a) == _identity(b):
             continue
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -159,6 +160,41 @@ def test_strangers_are_found_wherever_they_are_kept():
     del loose, running
     HELD.clear()
     assert len(strangers.digests()) < len(found)
+
+
+def test_looking_for_strangers_leaves_the_variables_of_the_program_as_they_are():
+    width, rate = 3, torch.Generator()
+    mine = locals()
+    graph = torch.ones(1, requires_grad=True).sum()
+    Strangers().search([])
+    assert mine["width"] == width
+    assert mine["rate"] is rate
+    assert graph.requires_grad
+
+
+def test_looking_for_strangers_keeps_nothing_alive():
+    held = Holder()
+    seen = weakref.ref(held)
+    Strangers().search([])
+    del held
+    assert seen() is None
+
+
+class Strange:
+    """A batch that cannot be looked at."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("no")
+
+
+def test_a_batch_that_cannot_be_digested_holds_no_training_up(job, tmp_path):
+    audited = job()
+    with audited.checkpointer as checkpointer:
+        checkpointer.load()
+        for number, _ in enumerate(checkpointer.batches([Strange(), Strange()], 0), start=1):
+            audited.step(number)
+    assert [note["step"] for note in notes(tmp_path)[1:]] == [1, 2]
 
 
 def test_a_job_that_is_not_audited_notes_nothing(tmp_path):

@@ -296,6 +296,18 @@ def test_a_tie_that_only_one_side_has_is_named_and_its_values_are_compared(tmp_p
 # -- damage
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_tied_name_that_only_one_side_has_is_told(tmp_path, swapped):
+    weight = torch.arange(6.0)
+    with_ties = {"box": {"weight": weight, "tied": weight}}
+    sides = [saved(tmp_path / "a", with_ties), saved(tmp_path / "b", {"box": {"weight": weight.clone()}})]
+    result = compare(*(reversed(sides) if swapped else sides))
+    found = [difference for difference in result.differences if difference.component == "box"]
+    assert [(difference.path, difference.note) for difference in found if "tied" in difference.path] == [
+        ("box.tied", "only in B" if swapped else "only in A")
+    ]
+
+
 def test_damage_is_an_error_and_no_difference(tmp_path):
     tensor = torch.arange(4 << 20, dtype=torch.int32)
     one, other = written(tmp_path / "a", {"t": tensor}), written(tmp_path / "b", {"t": tensor})

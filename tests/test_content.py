@@ -65,6 +65,7 @@ def test_what_differs_has_different_digests():
         ((1, 2), [1, 2]),
         (np.arange(6)[::2], np.array([0, 2, 4])),
         (object(), object()),
+        (np.array([1, "a", None], dtype=object), np.array([1, "a", None], dtype=object)),
     ],
 )
 def test_equal_content_has_equal_digests(one, other):

@@ -12,10 +12,12 @@ import io
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
@@ -183,6 +185,21 @@ def working(title: str) -> Iterator[None]:
         return
     with console.status(clean(title)):
         yield
+
+
+@contextmanager
+def ended_tidily() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what is inside as Ctrl-C does, so that it cleans up."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def make_streams_safe() -> None:

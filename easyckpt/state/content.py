@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -24,10 +25,12 @@ def content_digest(value: Any) -> str:
 def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         _feed_tensor(digest, value.detach())
-    elif hasattr(value, "__array_interface__"):
-        array = value.copy(order="C")
-        digest.update(f"array {array.dtype.str} {array.shape};".encode())
-        digest.update(array.tobytes())
+    elif isinstance(value, (np.ndarray, np.generic)):
+        digest.update(f"array {value.dtype.str} {value.shape};".encode())
+        if value.dtype.hasobject:
+            _feed(digest, value.tolist())  # its bytes are addresses
+        else:
+            digest.update(np.ascontiguousarray(value).tobytes())
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         digest.update(f"{type(value).__name__} {value!r};".encode())
     elif isinstance(value, Mapping):

@@ -68,9 +68,12 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
     """
     if at >= steps:
         raise UsageError(f"--at {at}: must be below --steps {steps}")
-    every = every or _interval(steps, at)
-    if at % every and kill:
-        raise UsageError(f"--every {every}: must divide --at {at}, so that a flush can be killed there")
+    every = every or _interval(steps, at, at // 2 if kill else at)
+    if kill and (at % every or at < 2 * every):
+        raise UsageError(
+            f"--every {every}: must divide --at {at} and be at most half of it, so that the flush there can be killed "
+            "with a checkpoint before it"
+        )
     out = os.path.abspath(out)
     if os.path.isdir(out) and os.listdir(out):
         raise UsageError(f"{out}: is not empty; name a new directory by --out")
@@ -78,20 +81,23 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
     result = Audit(command=list(command), steps=steps, at=at, every=every)
     try:
         try:
-            series = _Auditing(runner, result, keep).run(kill, tier, parts, random.Random(seed))  # noqa: S311
+            with output.ended_tidily():
+                series = _Auditing(runner, result, keep).run(kill, tier, parts, random.Random(seed))  # noqa: S311
         except CommandFailed as error:
-            return Answer({"verdict": "failed", "message": str(error)}, [str(error)], output.COMMAND_FAILED)
+            return Answer({"verdict": "failed", "message": str(error)}, str(error).split("\n"), output.COMMAND_FAILED)
     finally:
         runner.close(keep=keep)
+    if result.wrong_tier and tier != Tier.BOTH:
+        raise UsageError(result.wrong_tier[0])
     _write(out, result, series)
     views = [*report.views(result), f"the report is {os.path.join(out, 'report.md')}"]
     return Answer(report.document(result), views, CODES[result.verdict])
 
 
-def _interval(steps: int, at: int) -> int:
-    """The largest divisor of both that stores often enough, so that every run stores where it stops."""
+def _interval(steps: int, at: int, most: int) -> int:
+    """The largest divisor of both, up to `most`, that stores often enough, so that every run stores where it stops."""
     common = math.gcd(steps, at)
-    return max(n for n in range(1, common + 1) if common % n == 0 and (n == 1 or steps // n >= STORED))
+    return max(n for n in range(1, common + 1) if common % n == 0 and (n == 1 or (n <= most and steps // n >= STORED)))
 
 
 class _Auditing:
@@ -117,12 +123,15 @@ class _Auditing:
         if self._differs_from_itself():
             return series
         stopped = self._stop(kill, chance, typical_flush(storage))
-        left_out = _components(stopped) if parts else []
+        left_out = _components(self._straight) if parts else []
         # The copies first: the run from memory changes the root.
         runs: list[tuple[Run, tuple[str, ...]]] = []
         if tier != Tier.MEMORY:
             runs.append((runner.new("storage", after=stopped), ()))
-        runs += [(runner.new(f"without-{name}", after=stopped), (name,)) for name in left_out]
+        runs += [
+            (runner.new(f"without-{name}", after=stopped, directory=f"without-{number}"), (name,))
+            for number, name in enumerate(left_out, start=1)
+        ]
         if tier != Tier.STORAGE:
             runs.append((runner.new("memory", after=stopped, same=True), ()))
         for run, names in runs:
@@ -139,10 +148,10 @@ class _Auditing:
         self._go(again, stop=result.steps)
         result.unseeded = unseeded_generators(notes_of(LocalStorage(again.root)), self._notes)
         found = result.twice = self._find(again)
-        if not found.differing:
+        if found.steps and not found.differing and not found.unshared:
             result.unrepeated = [name for name, metric in found.metrics.items() if not metric.equal]
             return False
-        result.why = culprit(found, self._notes, [], resumed=False)
+        result.why = culprit(found, self._notes, resumed=False)
         return True
 
     def _stop(self, kill: bool, chance: random.Random, typical: float) -> Run:
@@ -156,7 +165,8 @@ class _Auditing:
 
     def _judge(self, found: Findings) -> None:
         result, wanted = self._result, found.name
-        result.resumed.append((found, culprit(found, self._notes, result.left_aside)))
+        why = culprit(found, self._notes, unseeded=result.unseeded, unrepeated=result.unrepeated)
+        result.resumed.append((found, why))
         if found.tier not in (wanted, None):
             result.wrong_tier.append(f"{wanted} was not tried: the run that was to resume from there took {found.tier}")
 
@@ -168,7 +178,7 @@ class _Auditing:
 
     def _find(self, run: Run) -> Findings:
         with output.working(f"{run.name}: comparing"):
-            found = find(run, self._straight, self._result.unseeded, lambda step: None)
+            found = find(run, self._straight, self._result.unseeded)
         if not self._keep:
             self._runner.remove(run)
         return found

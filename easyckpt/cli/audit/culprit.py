@@ -28,27 +28,40 @@ class Culprit:
 
 
 def culprit(
-    found: Findings, straight: list[Notes], without: Collection[str], *, resumed: bool = True
+    found: Findings,
+    straight: list[Notes],
+    *,
+    unseeded: Collection[str] = (),
+    unrepeated: Collection[str] = (),
+    resumed: bool = True,
 ) -> Culprit | None:
     """The first difference decides; of those at one step, the one that causes the others. None: nothing differs.
 
-    `without`: global generators that nobody has seeded, and metrics that never repeat.
+    `unseeded`: global generators that nobody has seeded. `unrepeated`: metrics that never repeat.
     """
-    if found.identical(without):
-        return None
     if found.loaded is None and resumed:
         return Culprit("nothing was restored", None, 0, "call load() before the training loop, and start at its step")
     if found.tier is None and resumed:
         return Culprit("load() has found nothing", None, 0, "the run before has stored no checkpoint; see its log")
+    if found.identical(unrepeated):
+        return None
+    if not found.steps or found.unshared:
+        steps = ", ".join(map(str, found.unshared[:5])) or "any step"
+        return Culprit(
+            f"the runs have not both stored {steps}",
+            None,
+            0,
+            "count finished steps in the state, and save by that count",
+        )
     first: tuple[int, int, int, str, str] | None = None
     for rank, (mine, theirs) in enumerate(zip(found.notes, straight, strict=False)):
         for step in sorted(mine.steps.keys() & theirs.steps.keys()):
             for order, look in enumerate(_LOOKS):
-                said = look(mine.steps[step], theirs.steps[step], without)
+                said = look(mine.steps[step], theirs.steps[step], unseeded)
                 if said is not None and (first is None or (step, order, rank) < first[:3]):
                     first = (step, order, rank, *said)
-    if first is None or _state_comes_first(found, first[0], without):
-        return _unseen(found, without)
+    if first is None or _state_comes_first(found, first[0], unrepeated):
+        return _unseen(found, unrepeated)
     step, _, rank, what, advice = first
     return Culprit(what, step, rank, advice)
 

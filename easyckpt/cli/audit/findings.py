@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,10 @@ from easyckpt.comparison import Difference
 from easyckpt.engine import DATA
 from easyckpt.format.layout import NativeNaming
 from easyckpt.saving.metrics import COMPONENT as METRICS
-from easyckpt.state.components import RESERVED
 from easyckpt.state.rng import RNG
 from easyckpt.storage.local import LocalStorage
 
+_MISSING: Any = ["not logged"]
 #: What people call easyckpt's own parts of the state.
 SPOKEN = {RNG: "rng (the global generators)", DATA: "data (what ckpt.batches has handed out)"}
 
@@ -64,6 +65,8 @@ class Findings:
     tier: str | None
     steps: list[int]
     """Those whose checkpoints were compared."""
+    unshared: list[int]
+    """Steps that only one of the runs has stored, though both came past them."""
     parts: dict[str, Part]
     metrics: dict[str, Metric]
     notes: list[Notes]
@@ -78,10 +81,10 @@ class Findings:
     def identical(self, without: Collection[str] = ()) -> bool:
         """To the bit, but for metrics `without`; never where nothing was compared."""
         unlike = [name for name, metric in self.metrics.items() if not metric.equal and name not in without]
-        return bool(self.steps) and not self.differing and not unlike
+        return bool(self.steps) and not self.unshared and not self.differing and not unlike
 
 
-def find(run: Run, straight: Run, unseeded: Collection[str], on_step: Callable[[int], None]) -> Findings:
+def find(run: Run, straight: Run, unseeded: Collection[str]) -> Findings:
     """Compare what `run` has stored and logged with `straight`, from the step that it has loaded on.
 
     `unseeded`: global generators that nobody has seeded; their states are left out.
@@ -91,6 +94,7 @@ def find(run: Run, straight: Run, unseeded: Collection[str], on_step: Callable[[
     loaded = notes[0].loaded if notes else None
     mine, other = ({entry.step: entry for entry in catalog.scan(s, NativeNaming()).committed()} for s in storages)
     steps = [step for step in sorted(mine.keys() & other.keys()) if step > (loaded or 0)]
+    unshared = [step for step in sorted(mine.keys() ^ other.keys()) if steps and steps[0] < step < steps[-1]]
     parts: dict[str, Part] = {}
     for step in steps:
         found = comparison.compare((storages[0], mine[step]), (storages[1], other[step]))
@@ -99,13 +103,13 @@ def find(run: Run, straight: Run, unseeded: Collection[str], on_step: Callable[[
                 part = parts.setdefault(name, Part(name))
                 part.tensors = max(part.tensors, compared.tensors)
                 _add(part, step, [d for d in found.differences if d.component == name and _counts(d, unseeded)])
-        on_step(step)
     ours, theirs = metrics_of(storages[0]), metrics_of(storages[1])
     return Findings(
         name=run.name,
         loaded=loaded,
         tier=notes[0].tier if notes else None,
         steps=steps,
+        unshared=unshared,
         parts=parts,
         metrics=_compare_metrics(ours, theirs, loaded or 0),
         notes=notes,
@@ -125,8 +129,11 @@ def unseeded_generators(one: Sequence[Notes], other: Sequence[Notes]) -> list[st
 
 
 def _counts(difference: Difference, unseeded: Collection[str]) -> bool:
-    own = difference.component.startswith(RESERVED)
-    return not (own and set(difference.path.replace("[", ".").split(".")) & set(unseeded))
+    """Whether it is more than the state of a generator that nobody has seeded, now or when an epoch began."""
+    own = difference.path.removeprefix(f"{RNG}.") if difference.component == RNG else ""
+    if difference.component == DATA:
+        own = difference.path.partition(".start.")[2]
+    return own.partition(".")[0] not in unseeded
 
 
 def _add(part: Part, step: int, differences: Sequence[Difference]) -> None:
@@ -150,14 +157,17 @@ def _largest(values: Iterable[float | None]) -> float | None:
 def _compare_metrics(
     ours: Mapping[int, Mapping[str, Any]], theirs: Mapping[int, Mapping[str, Any]], after: int
 ) -> dict[str, Metric]:
+    """Compare what was logged after a step, as it is written; what only one of the runs has logged differs."""
     metrics: dict[str, Metric] = {}
-    for step in sorted(ours.keys() & theirs.keys()):
-        for name in (ours[step].keys() | theirs[step].keys()) if step > after else ():
+    last = min(max(ours, default=0), max(theirs, default=0))
+    for step in sorted(step for step in ours.keys() | theirs.keys() if after < step <= last):
+        one, two = ours.get(step, {}), theirs.get(step, {})
+        for name in one.keys() | two.keys():
             metric = metrics.setdefault(name, Metric(name))
-            mine, other = ours[step].get(name), theirs[step].get(name)
-            if mine == other:
+            mine, other = one.get(name, _MISSING), two.get(name, _MISSING)
+            if json.dumps(mine) == json.dumps(other):  # 1 is not 1.0, nor -0.0 0.0; a NaN is a NaN
                 continue
             metric.first_step = step if metric.first_step is None else metric.first_step
             numbers = all(isinstance(value, (int, float)) for value in (mine, other))
-            metric.largest = _largest([metric.largest, abs(mine - other) if numbers else None])  # type: ignore[operator]
+            metric.largest = _largest([metric.largest, abs(mine - other) if numbers else None])
     return metrics

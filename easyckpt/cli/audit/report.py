@@ -40,17 +40,11 @@ class Audit:
     """What kept a tier from being tried, in words."""
 
     @property
-    def left_aside(self) -> list[str]:
-        """Names that are not compared."""
-        return [*self.unseeded, *self.unrepeated]
-
-    @property
     def verdict(self) -> Verdict:
         """What the exit code says."""
         if self.why is not None:
             return "nondeterministic"
-        exact = bool(self.resumed) and all(found.identical(self.left_aside) for found, _ in self.resumed)
-        return "exact" if exact and not self.wrong_tier else "different"
+        return "exact" if self.resumed and all(why is None for _, why in self.resumed) else "different"
 
 
 def document(audit: Audit) -> dict[str, Any]:
@@ -75,7 +69,7 @@ def _found(found: Findings, why: Culprit | None, audit: Audit) -> dict[str, Any]
         "run": found.name,
         "restored_step": found.loaded,
         "tier": found.tier,
-        "identical": found.identical(audit.left_aside),
+        "identical": found.tier is not None and found.identical(audit.unrepeated),
         "compared_steps": found.steps,
         "components": [
             {
@@ -123,7 +117,7 @@ def _verdict_line(audit: Audit) -> str:
     if audit.verdict == "nondeterministic":
         return "NONDETERMINISTIC: two straight runs differ, so no resume can be told from them"
     if audit.verdict == "exact":
-        tiers = " and ".join(str(found.tier) for found, _ in audit.resumed)
+        tiers = " and ".join(dict.fromkeys(str(found.tier) for found, _ in audit.resumed))
         steps = audit.resumed[0][0].steps
         logged = " and in all logged numbers" if audit.resumed[0][0].metrics.keys() - set(audit.unrepeated) else ""
         return f"EXACT: resumed from {tiers}, equal to the bit at all {len(steps)} stored steps after it{logged}"

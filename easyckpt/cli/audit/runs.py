@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import psutil
 
-from easyckpt import failpoints
+from easyckpt import catalog, failpoints
 from easyckpt.config_sources import AUDIT_VARIABLE, resolve
 from easyckpt.errors import EasyckptError, UsageError
 from easyckpt.format import layout
 from easyckpt.memory.temporary import TemporaryMemory
+from easyckpt.storage.local import LocalStorage
 
 #: Intervals that no audited run comes to: nothing is stored but where it stops.
 NEVER = 10**9
@@ -69,14 +70,17 @@ class Runner:
         if not keep:
             shutil.rmtree(os.path.join(self._out, "runs"), ignore_errors=True)
 
-    def new(self, name: str, *, after: Run | None = None, same: bool = False) -> Run:
-        """A run with a fresh root, or a copy of the root of `after`; `same`: in that very root, with its memory."""
-        log = os.path.join(self._out, "logs", f"{name}.txt")
+    def new(self, name: str, *, after: Run | None = None, same: bool = False, directory: str = "") -> Run:
+        """A run with a fresh root, or a copy of the root of `after`; `same`: in that very root, with its memory.
+
+        `directory`: what its root and its log are called, where `name` may be no file's name.
+        """
+        log = os.path.join(self._out, "logs", f"{directory or name}.txt")
         if after is not None and same:
             return Run(name, after.root, after.memory, log)
         memory = TemporaryMemory(self._memory_dir)
         self._memories[memory.path] = memory
-        root = os.path.join(self._out, "runs", name)
+        root = os.path.join(self._out, "runs", directory or name)
         if after is not None:
             shutil.copytree(after.root, root, copy_function=_copy)
         return Run(name, root, memory.path, log)
@@ -101,7 +105,7 @@ class Runner:
         `typical` is how long such a flush takes, in seconds.
         """
         number = -(-self._at // self._every)
-        there = os.path.join(self._out, f"{run.name}.flushing")
+        there = os.path.join(self._out, "runs", f"{run.name}.flushing")
         armed = {
             failpoints.ENVIRONMENT_VARIABLE: f"writer.shard.begin@{number}=hold:{there}",
             failpoints.RANK_VARIABLE: "0",
@@ -114,12 +118,14 @@ class Runner:
                         f"{number * self._every}; the last lines of {run.log}:\n{_end_of(run.log)}"
                     )
                 time.sleep(_POLL_SECONDS)
+            attempts = catalog.scan(LocalStorage(run.root), layout.NativeNaming()).of_kind("temporary")
             seconds = chance.uniform(0.0, typical)
             with open(f"{there}.go", "w"):
                 pass
             time.sleep(seconds)
             _kill_all(process)
-        return Killed(seconds, number * self._every)
+        # The program may save at other steps as well.
+        return Killed(seconds, attempts[-1].step if attempts else number * self._every)
 
     @contextlib.contextmanager
     def _started(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -60,7 +57,7 @@ def doctor(  # noqa: PLR0917 - typer makes options of all but the first
     directory, in_memory = memory_directory(settings.memory_dir)
     place = look_at(root)
     left = leftovers.look(directory, place, clean=clean, everything=all_)
-    with _ended_tidily(), output.working("looking at this machine"):
+    with output.ended_tidily(), output.working("looking at this machine"):
         checks = list(
             chain(
                 memory.findings(directory, in_memory, place, settings.slots),
@@ -81,20 +78,6 @@ def doctor(  # noqa: PLR0917 - typer makes options of all but the first
     }
     bad = any(finding.state == "bad" for finding in findings)
     return Answer(document, _views(findings), output.DAMAGED if bad else output.GOOD)
-
-
-@contextmanager
-def _ended_tidily() -> Iterator[None]:
-    """SIGTERM ends this process as Ctrl-C does, so that what is tried out in the root is removed."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _views(findings: Sequence[Finding]) -> list[Any]:
