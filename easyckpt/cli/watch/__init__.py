@@ -120,9 +120,8 @@ def _storage_lines(document: dict[str, Any]) -> list[str]:
         first = document["ranks"][0]
         flushes, running, started = first["flushes"], first["flushes"]["running"], first["started"]
         now = "none running" if running is None else f"step {running['step']} running for {running['seconds']:.1f} s"
-        lines.append(
-            f"flushes: {flushes['committed']} committed, {flushes['failed']} failed, {flushes['skipped']} skipped; {now}"
-        )
+        counts = ", ".join(f"{flushes[kind]} {kind}" for kind in ("committed", "failed", "skipped"))
+        lines.append(f"flushes: {counts}; {now}")
         if started is not None:
             origin = (
                 "from nothing" if started["tier"] == "none" else f"at step {started['step']} from {started['tier']}"
@@ -134,9 +133,7 @@ def _storage_lines(document: dict[str, Any]) -> list[str]:
     if commit is not None:
         rate = "" if commit["bytes_per_second"] is None else f", {output.size(int(commit['bytes_per_second']))}/s"
         took = f"{output.size(commit['bytes'])} in {commit['seconds']:.2f} s"
-        lines.append(
-            f"last commit: step {commit['step']}, {_ago(commit['age'])}, {size} in {commit['seconds']:.2f} s{rate}"
-        )
+        lines.append(f"last commit: step {commit['step']}, {_ago(commit['age'])}, {took}{rate}")
     checkpoints = document["checkpoints"]
     newest = checkpoints["newest"]
     lines.append(

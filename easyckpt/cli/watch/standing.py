@@ -78,13 +78,13 @@ class Standing:
         self.flushing = None
         if kind == "FlushCommitted":
             seconds, nbytes = _number(record, "seconds"), _whole(record, "bytes") or 0
-            rate = nbytes / seconds if seconds > 0 else None
+            rate = nbytes / seconds if seconds > 0 else math.inf
             self.last_commit = {
                 "step": step,
                 "time": time,
                 "bytes": nbytes,
                 "seconds": seconds,
-                "bytes_per_second": rate,
+                "bytes_per_second": rate if math.isfinite(rate) else None,
             }
 
     def _start_again(self) -> None:
@@ -148,8 +148,8 @@ def _whole(record: dict[str, Any], name: str) -> int | None:
 
 
 def _number(record: dict[str, Any], name: str) -> float:
-    value = record.get(name)
-    sound = type(value) in (int, float) and 0 <= float(value) < 1e15 and math.isfinite(value)
+    value: Any = record.get(name)
+    sound = type(value) in (int, float) and 0 <= value < 1e15  # (no NaN either, and no int beyond all floats)
     return float(value) if sound else 0.0
 
 
