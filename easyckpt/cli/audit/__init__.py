@@ -19,7 +19,7 @@ from easyckpt.cli.audit.culprit import culprit
 from easyckpt.cli.audit.findings import Findings, find, unseeded_generators
 from easyckpt.cli.audit.notes import metrics_of, notes_of, typical_flush
 from easyckpt.cli.audit.report import Audit
-from easyckpt.cli.audit.runs import CommandFailed, Run, Runner
+from easyckpt.cli.audit.runs import CommandFailed, Run, Runner, ended_as_by_ctrl_c
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.errors import UsageError
 from easyckpt.format import layout
@@ -74,15 +74,15 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
     out = os.path.abspath(out)
     if os.path.isdir(out) and os.listdir(out):
         raise UsageError(f"{out}: is not empty; name a new directory by --out")
-    runner = Runner(command, out, at=at, every=every)
     result = Audit(command=list(command), steps=steps, at=at, every=every)
-    try:
+    with ended_as_by_ctrl_c():
+        runner = Runner(command, out, at=at, every=every)
         try:
             series = _Auditing(runner, result, keep).run(kill, tier, parts, random.Random(seed))  # noqa: S311
         except CommandFailed as error:
             return Answer({"verdict": "failed", "message": str(error)}, [str(error)], output.COMMAND_FAILED)
-    finally:
-        runner.close(keep=keep)
+        finally:
+            runner.close(keep=keep)
     _write(out, result, series)
     views = [*report.views(result), f"the report is {os.path.join(out, 'report.md')}"]
     return Answer(report.document(result), views, CODES[result.verdict])

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -71,12 +72,14 @@ class Runner:
 
     def new(self, name: str, *, after: Run | None = None, same: bool = False) -> Run:
         """A run with a fresh root, or a copy of the root of `after`; `same`: in that very root, with its memory."""
-        log = os.path.join(self._out, "logs", f"{name}.txt")
+        # A component may be called anything, and its name be part of this one.
+        file_name = name if layout.safe_name(f"{name}.events.txt") else f"part-{len(self._memories)}"
+        log = os.path.join(self._out, "logs", f"{file_name}.txt")
         if after is not None and same:
             return Run(name, after.root, after.memory, log)
         memory = TemporaryMemory(self._memory_dir)
         self._memories[memory.path] = memory
-        root = os.path.join(self._out, "runs", name)
+        root = os.path.join(self._out, "runs", file_name)
         if after is not None:
             shutil.copytree(after.root, root, copy_function=_copy)
         return Run(name, root, memory.path, log)
@@ -156,6 +159,26 @@ class Runner:
         finally:
             if process.poll() is None:
                 _kill_all(process)
+
+
+@contextlib.contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt: the command has a session of its own, and would go on running."""
+
+    def interrupt(*_: object) -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # tidying up has begun
+        raise KeyboardInterrupt
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+            before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
