@@ -80,7 +80,7 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
         try:
             series = _Auditing(runner, result, keep).run(kill, tier, parts, random.Random(seed))  # noqa: S311
         except CommandFailed as error:
-            return Answer({"verdict": "failed", "message": str(error)}, [str(error)], output.COMMAND_FAILED)
+            return Answer({"verdict": "failed", "message": str(error)}, str(error).splitlines(), output.COMMAND_FAILED)
         finally:
             runner.close(keep=keep)
     _write(out, result, series)
