@@ -60,7 +60,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
 noise = torch.Generator().manual_seed(7 + rank)
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "noise": noise}
 if mistake == "names with slashes":
-    state = {"model": model, "a/b": optimizer, "../..": scheduler, "n" * 300: noise}
+    state = {"model": model, "a/b": optimizer, "../..": scheduler, "é": noise}
 if mistake == "forgets the generator":
     del state["noise"]
 if mistake == "counts the schedule from zero":
