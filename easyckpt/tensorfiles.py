@@ -143,6 +143,8 @@ def _torch_file(path: str, on_bytes: OnBytes, closing: ExitStack) -> dict[str, C
 
 
 def _load(path: str) -> Any:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ForeignFormat(f"{path}: is not a regular file")  # a pipe would be waited for
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:

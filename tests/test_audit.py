@@ -6,11 +6,16 @@ Everything is real: each audit starts its command as a user would, from five to 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -154,10 +159,36 @@ def test_a_group_under_torchrun_is_audited_as_it_is(audit):
     assert [run["tier"] for run in report["resumed"]] == ["storage", "memory"]
 
 
+@pytest.mark.soak
+def test_components_may_be_called_anything(audit):
+    found = audit("names with slashes", "--tier", "storage")
+    assert found.code == 0, found.printed + found.said
+    names = ["model", "a/b", "../..", "é", "easyckpt.rng", "easyckpt.data"]
+    assert [run["run"] for run in found.report["without"]] == [f"without-{name}" for name in names]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_an_audit_that_is_ended_leaves_no_process_and_no_memory(tmp_path, memory_dir, number):
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "EASYCKPT_MEMORY_DIR": str(memory_dir)}
+    out, job = tmp_path / "audit", [sys.executable, str(JOB), str(tmp_path / "own"), "takes hours"]
+    command = [sys.executable, "-m", "easyckpt", "audit", "--out", str(out), "--", *job]
+    audit = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    log = out / "logs" / "straight.txt"
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert audit.poll() is None
+        time.sleep(0.02)
+    assert list(memory_dir.iterdir())
+    audit.send_signal(number)
+    assert audit.wait() == 130
+    assert not psutil.pid_exists(int(log.read_text().split()[1]))
+    assert list(memory_dir.iterdir()) == []
+    assert not (out / "runs").exists()
+
+
 def test_a_command_that_fails_is_said_with_its_last_lines(audit):
     found = audit("fails")
     assert found.code == 4
-    assert "no such data set" in found.printed
+    assert "no such data set" in found.printed.splitlines()  # a line of its own, as the command has printed it
     assert "exit code 1" in found.printed
 
 

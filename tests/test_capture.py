@@ -12,6 +12,7 @@ import torch
 from support.images import image_of, snapshot
 from torch import nn
 
+from easyckpt.errors import UnsupportedValue
 from easyckpt.state.capture import StateCapture
 from easyckpt.state.tensors import dense_order, stored
 
@@ -58,6 +59,19 @@ def test_sources_are_the_live_tensors_and_hold_the_values_at_the_copy():
     capture = StateCapture({"m": model, "o": optimizer}).capture()
     assert source(capture, "m", "0.weight") is model[0].weight
     assert source(capture, "o", "state", 0, "exp_avg") is optimizer.state[model[0].weight]["exp_avg"]
+
+
+@pytest.mark.parametrize("others", [{}, {"empty": torch.ones(0, 3)}], ids=["alone", "with an empty one"])
+def test_a_tensor_whose_storage_was_freed_is_refused_by_name(others):
+    """Reading it would end the process. An empty one has no memory either."""
+    plain = torch.ones(8)
+    state = StateCapture({"s": {"plain": plain, **others}})
+    state.capture()
+    plain.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedValue, match=r"s\.plain: has lost its storage"):
+        state.capture()
+    plain.untyped_storage().resize_(32)
+    state.capture()
 
 
 def test_the_step_of_the_optimizer_is_not_the_next_ones():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from dataclasses import dataclass
 
@@ -254,6 +255,15 @@ def test_tensors_that_overlap_or_leave_holes_are_refused(tmp_path, run, places):
     ran = run("diff", path, path)
     assert ran.code == 2
     assert "does not lie where it should" in ran.err
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pth"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, run, ending):
+    pipe = tmp_path / f"pipe{ending}"
+    os.mkfifo(pipe)
+    ran = run("diff", pipe, pipe)
+    assert ran.code == 2
+    assert "is not a regular file" in ran.err
 
 
 def test_elements_across_the_reader_s_blocks_are_compared(tmp_path, run):

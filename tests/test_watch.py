@@ -259,6 +259,15 @@ def test_values_of_wrong_types_are_not_believed(root):
     assert len(document["warnings"][0]["text"]) <= 1000
 
 
+def test_numbers_beyond_all_floats_end_no_view(run, root):
+    write(root, 0, b'{"event":"SnapshotBegun","step":3,"time":1' + b"0" * 400 + b',"seconds":-1' + b"0" * 400 + b"}\n")
+    write(root, 0, b'{"event":"FlushCommitted","step":3,"time":5,"bytes":2305843009213693952,"seconds":5e-324}\n')
+    (root / layout.NativeNaming().committed(3)).mkdir()
+    for options in ([], ["--json"]):
+        assert run("watch", root, "--once", *options).code == 0
+    assert watcher(root).look()["last_commit"]["bytes_per_second"] is None
+
+
 def test_escapes_in_files_do_not_reach_the_terminal(job, run, tmp_path):
     job().end()
     write(tmp_path / "exp", 0, b'{"event":"Warned","message":"\\u001b[2Jgone"}\n')

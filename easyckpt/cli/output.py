@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,17 +190,22 @@ def working(title: str) -> Iterator[None]:
 
 @contextmanager
 def ended_tidily() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what is inside as Ctrl-C does, so that it cleans up."""
+    """SIGTERM and SIGHUP, unless they are ignored, end what is inside as Ctrl-C does, so that it cleans up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)  # cleaning up has begun
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before: dict[int, Any] = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+            before[number] = signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for taken, handler in before.items():
+            signal.signal(taken, handler)
 
 
 def make_streams_safe() -> None:

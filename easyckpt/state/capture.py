@@ -16,6 +16,7 @@ from easyckpt.state.build import make_components
 from easyckpt.state.components import Component, Part
 from easyckpt.state.planning import Facts, describe
 from easyckpt.state.rng import RNG, RngComponent
+from easyckpt.state.tensors import require_memory
 
 #: A component that costs more than this at every step is named to the caller.
 SLOW_MS = 2.0
@@ -114,10 +115,14 @@ class StateCapture:
         looks, pointers = _look(tensors)
         plan = self._current(replicated_allowed, parts, firms, looks, pointers)
         facts = plan.facts
+        sources, chosen = list(facts.pick(tensors)), list(facts.pick(pointers))
+        if 0 in chosen:  # storage that was freed since the plan was made, or an empty tensor
+            for leaf, source in zip(plan.layout.leaves, sources, strict=True):
+                require_memory(source, leaf.path)
         return Capture(
             layout=plan.layout,
-            sources=list(facts.pick(tensors)),
-            pointers=list(facts.pick(pointers)),
+            sources=sources,
+            pointers=chosen,
             objects=b'{"trees":{%b}}' % b",".join(objects),
             late=facts.late,
             steppers=facts.steppers,

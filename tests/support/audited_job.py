@@ -23,6 +23,9 @@ STEPS = 24
 root, mistake = sys.argv[1], (sys.argv[2] if len(sys.argv) > 2 else "")
 if mistake == "fails":
     sys.exit("no such data set")
+if mistake == "takes hours":
+    print(f"started {os.getpid()}", flush=True)
+    time.sleep(3600)
 if mistake == "uses no easyckpt":
     sys.exit(0)
 if "RANK" in os.environ:
@@ -56,6 +59,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
 noise = torch.Generator().manual_seed(7 + rank)
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "noise": noise}
+if mistake == "names with slashes":
+    state = {"model": model, "a/b": optimizer, "../..": scheduler, "é": noise}
 if mistake == "forgets the generator":
     del state["noise"]
 if mistake == "counts the schedule from zero":

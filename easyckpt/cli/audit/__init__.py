@@ -77,16 +77,15 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
     out = os.path.abspath(out)
     if os.path.isdir(out) and os.listdir(out):
         raise UsageError(f"{out}: is not empty; name a new directory by --out")
-    runner = Runner(command, out, at=at, every=every)
     result = Audit(command=list(command), steps=steps, at=at, every=every)
-    try:
+    with output.ended_tidily():
+        runner = Runner(command, out, at=at, every=every)
         try:
-            with output.ended_tidily():
-                series = _Auditing(runner, result, keep).run(kill, tier, parts, random.Random(seed))  # noqa: S311
+            series = _Auditing(runner, result, keep).run(kill, tier, parts, random.Random(seed))  # noqa: S311
         except CommandFailed as error:
-            return Answer({"verdict": "failed", "message": str(error)}, str(error).split("\n"), output.COMMAND_FAILED)
-    finally:
-        runner.close(keep=keep)
+            return Answer({"verdict": "failed", "message": str(error)}, str(error).splitlines(), output.COMMAND_FAILED)
+        finally:
+            runner.close(keep=keep)
     if result.wrong_tier and tier != Tier.BOTH:
         raise UsageError(result.wrong_tier[0])
     _write(out, result, series)
@@ -128,10 +127,7 @@ class _Auditing:
         runs: list[tuple[Run, tuple[str, ...]]] = []
         if tier != Tier.MEMORY:
             runs.append((runner.new("storage", after=stopped), ()))
-        runs += [
-            (runner.new(f"without-{name}", after=stopped, directory=f"without-{number}"), (name,))
-            for number, name in enumerate(left_out, start=1)
-        ]
+        runs += [(runner.new(f"without-{name}", after=stopped), (name,)) for name in left_out]
         if tier != Tier.STORAGE:
             runs.append((runner.new("memory", after=stopped, same=True), ()))
         for run, names in runs:

@@ -70,17 +70,16 @@ class Runner:
         if not keep:
             shutil.rmtree(os.path.join(self._out, "runs"), ignore_errors=True)
 
-    def new(self, name: str, *, after: Run | None = None, same: bool = False, directory: str = "") -> Run:
-        """A run with a fresh root, or a copy of the root of `after`; `same`: in that very root, with its memory.
-
-        `directory`: what its root and its log are called, where `name` may be no file's name.
-        """
-        log = os.path.join(self._out, "logs", f"{directory or name}.txt")
+    def new(self, name: str, *, after: Run | None = None, same: bool = False) -> Run:
+        """A run with a fresh root, or a copy of the root of `after`; `same`: in that very root, with its memory."""
+        # A component may be called anything, and its name be part of this one.
+        file_name = name if layout.safe_name(f"{name}.events.txt") else f"part-{len(self._memories)}"
+        log = os.path.join(self._out, "logs", f"{file_name}.txt")
         if after is not None and same:
             return Run(name, after.root, after.memory, log)
         memory = TemporaryMemory(self._memory_dir)
         self._memories[memory.path] = memory
-        root = os.path.join(self._out, "runs", directory or name)
+        root = os.path.join(self._out, "runs", file_name)
         if after is not None:
             shutil.copytree(after.root, root, copy_function=_copy)
         return Run(name, root, memory.path, log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,13 +79,13 @@ class Standing:
         self.flushing = None
         if kind == "FlushCommitted":
             seconds, nbytes = _number(record, "seconds"), _whole(record, "bytes") or 0
-            rate = nbytes / seconds if seconds > 0 else None
+            rate = nbytes / seconds if seconds > 0 else math.inf
             self.last_commit = {
                 "step": step,
                 "time": time,
                 "bytes": nbytes,
                 "seconds": seconds,
-                "bytes_per_second": rate,
+                "bytes_per_second": rate if math.isfinite(rate) else None,
             }
 
     def _start_again(self) -> None:
