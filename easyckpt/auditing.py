@@ -106,6 +106,10 @@ class Strangers:
         for generator, place in _generators(ids | self._found.keys()):
             self._found[id(generator)] = weakref.ref(generator), place
 
+    def generators(self) -> list[torch.Generator]:
+        """Those that still live."""
+        return [generator for reference, _ in self._found.values() if (generator := reference()) is not None]
+
     def digests(self) -> dict[str, str]:
         """Place -> digest of the state now; generators that are gone are left out."""
         states: dict[str, str] = {}

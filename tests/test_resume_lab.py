@@ -269,6 +269,7 @@ def test_a_checkpointer_does_the_same(folder, tmp_path):
     assert bits(tensors(tmp_path / "end.pth")) == bits(tensors(folder / "straight.pth"))
 
 
+@pytest.mark.soak
 def test_the_lab_fails_where_the_resumed_run_is_another_one(tmp_path):
     """A copy of the lab, with four steps, whose resume forgets the optimizer's state without being told to."""
     lab = tmp_path / "resume_lab"

@@ -81,6 +81,7 @@ def commands(made, size: int, tmp_path: Path) -> list[list[str]]:
     ]
 
 
+@pytest.mark.soak  # a minute or two
 def test_memory_does_not_grow_with_the_checkpoint(made, tmp_path):
     _, bare = peak(tmp_path, "--version")
     for small, large in zip(commands(made, SMALL, tmp_path), commands(made, LARGE, tmp_path), strict=True):
