@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,9 @@ def picture(straight: Mapping[int, Mapping[str, Any]], others: list[Findings], m
     differences.set(xlabel="step", ylabel="largest absolute difference", title="Away from the straight run")
     differences.legend(fontsize="small")
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # names of components may be too long for the layout, or lack a glyph
+        figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
 
 
