@@ -126,8 +126,7 @@ def _made_for_good(target: Storage) -> Iterator[None]:
         yield
     except BaseException:
         if made:
-            with contextlib.suppress(OSError):  # somebody uses it by now
-                os.rmdir(target.root)
+            target.remove_empty_root()
         raise
 
 
