@@ -144,7 +144,7 @@ def _write_torch(weights: list[Weight], stream: _Stream, result: Exported) -> No
 def _stand_in(weight: Weight) -> torch.Tensor:
     """A tensor of which only the form is looked at: memory that nobody touches takes no room."""
     spec = weight.stretch.spec
-    stored = torch.empty(spec.stored_shape, dtype=DTYPES[weight.dtype])
+    stored = torch.empty(spec.stored_shape, dtype=DTYPES[weight.dtype], device="cpu")
     return stored.permute([spec.order.index(dimension) for dimension in range(len(spec.order))])
 
 

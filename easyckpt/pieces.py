@@ -80,7 +80,7 @@ def gather(stretch: Stretch, start: Index, shape: Index, item: int) -> torch.Ten
         inner -= 1  # dimensions that the block has in full are one run of memory
     inner = max(inner - 1, 0)
     run = math.prod(size[inner:]) * item
-    target = torch.empty(math.prod(size) * item, dtype=torch.uint8)
+    target = torch.empty(math.prod(size) * item, dtype=torch.uint8, device="cpu")
     strides = [math.prod(whole[d + 1 :]) * item for d in range(len(whole))]
     tail = begin[inner] * strides[inner] if order else 0
     position = 0

@@ -195,7 +195,7 @@ class _Mapped:
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         end = min(end, begin + _PIECE, self.nbytes)
-        storage = torch.empty(0, dtype=torch.uint8).set_(self.tensor.untyped_storage())
+        storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.tensor.untyped_storage())
         first = int(self.tensor.storage_offset()) * self.tensor.element_size()
         if self.dense:
             source = storage[first + begin : first + end]
@@ -210,9 +210,9 @@ class _Mapped:
     def _gather(self, storage: torch.Tensor, first: int, begin: int, end: int) -> torch.Tensor:
         """Elements of a strided view, one by one in their logical order."""
         item = self.tensor.element_size()
-        rest = torch.arange(begin // item, end // item)
+        rest = torch.arange(begin // item, end // item, device="cpu")
         places = torch.full_like(rest, first)
         for size, stride in zip(reversed(self.spec.shape), reversed(self.tensor.stride()), strict=True):
             places += rest % size * (stride * item)
             rest //= size
-        return storage[(places[:, None] + torch.arange(item)).reshape(-1)]
+        return storage[(places[:, None] + torch.arange(item, device="cpu")).reshape(-1)]

@@ -290,7 +290,7 @@ def test_a_flipped_bit_anywhere_in_the_original_is_found_and_nothing_is_committe
             ran = run("cp", f"{old}@4", new, "--json")
             assert (ran.code, ran.document["error"]["kind"]) == (1, "DamagedCheckpoint"), (name, place)
             assert f"{old}: {layout.step_dir(4)}/{name} is not what was committed" in ran.err
-            assert os.listdir(new) == [], "something was left"
+            assert not new.exists(), "something was left"
         path.write_bytes(good)
     assert run("cp", f"{old}@4", new).code == 0
 
@@ -318,7 +318,7 @@ def test_bytes_that_storage_gives_back_otherwise_are_not_committed(old, new, run
     ran = run("cp", f"{old}@4", new)
     assert ran.code == 1
     assert "reads back otherwise than it was written" in ran.err
-    assert os.listdir(new) == []
+    assert not new.exists()
 
 
 def test_a_checkpoint_that_is_rotated_away_meanwhile_is_no_copy(old, new, run, monkeypatch):
@@ -332,7 +332,35 @@ def test_a_checkpoint_that_is_rotated_away_meanwhile_is_no_copy(old, new, run, m
     ran = run("cp", f"{old}@4", new)
     assert ran.code == 2
     assert "pin the step first" in ran.err
+    assert not new.exists()
+
+
+def test_a_target_that_goes_away_is_not_told_as_a_source_that_did(old, new, run, monkeypatch):
+    real = LocalStorage.create
+
+    def loses_the_target(self, path):
+        shutil.rmtree(new)
+        return real(self, path)
+
+    monkeypatch.setattr(LocalStorage, "create", loses_the_target)
+    ran = run("cp", f"{old}@4", new)
+    assert ran.code != 0
+    assert "pin the step first" not in ran.err
+
+
+def test_an_error_leaves_a_directory_that_was_there_before(old, new, run):
+    new.mkdir(parents=True)
+    (old / layout.step_dir(2) / layout.shard_file(0)).write_bytes(
+        bytes((old / layout.step_dir(2) / layout.shard_file(0)).stat().st_size)
+    )
+    assert run("cp", f"{old}@2", new).code == 1
     assert os.listdir(new) == []
+
+
+def test_without_room_nothing_is_left(old, new, run, monkeypatch):
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 1)
+    assert run("cp", f"{old}@4", new).code == 2
+    assert not new.exists()
 
 
 def test_a_shard_of_many_chunks_is_copied_exactly(tmp_path, run):
@@ -365,7 +393,7 @@ def test_an_interrupt_in_the_middle_of_a_read_or_write_ends_it_as_an_interrupt(o
         monkeypatch.setattr(os, "preadv", reads)
     ran = run(*(("cp", f"{old}@4", new) if command == "cp" else ("verify", f"{old}@4")))
     assert (ran.code, ran.err) == (130, "easyckpt: interrupted\n")
-    assert command == "verify" or os.listdir(new) == []
+    assert command == "verify" or not new.exists()
 
 
 COPIES = """

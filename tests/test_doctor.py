@@ -11,11 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support import livejob
 from test_cli import everything_in, run  # noqa: F401 - a fixture
 
+import easyckpt
 from easyckpt.cli.doctor import leftovers
 from easyckpt.format import layout
 from easyckpt.memory.leftovers import OwnerNote
@@ -180,13 +183,71 @@ def test_what_is_committed_is_removed_and_a_restart_goes_on_at_once(job, doctor,
     again.end()
 
 
-def test_the_memory_of_a_root_that_is_gone_is_removed(job, doctor, memory_dir, tmp_path):
+def deleted(root: Path) -> None:
+    shutil.rmtree(root)
+
+
+def moved(root: Path) -> None:
+    root.rename(root.with_name("elsewhere"))
+
+
+def emptied(root: Path) -> None:
+    shutil.rmtree(root)
+    root.mkdir()
+
+
+def moved_and_begun_anew(root: Path) -> None:
+    moved(root)
+    with easyckpt.Checkpointer(root, {"w": {"w": torch.zeros(1)}}, signals=()) as ckpt:
+        ckpt.load()
+        ckpt.save(1, wait=True)
+
+
+def a_day_later(monkeypatch) -> None:
+    monkeypatch.setattr(leftovers, "time", SimpleNamespace(time=lambda: time.time() + 24 * 3600))
+
+
+GONE = [
+    (deleted, "there is no directory {root} any more"),
+    (moved, "there is no directory {root} any more"),
+    (emptied, "{root} is there, but holds no record of a run (easyckpt.json)"),
+    (moved_and_begun_anew, "{root} belongs to another run now"),
+]
+
+
+@pytest.mark.parametrize(("goes", "why"), GONE, ids=[goes.__name__ for goes, _ in GONE])
+def test_the_memory_of_a_root_that_is_gone_is_removed_after_a_day(
+    job, doctor, memory_dir, tmp_path, monkeypatch, goes, why
+):
     job().kill()
-    shutil.rmtree(tmp_path / "exp")
+    goes(tmp_path / "exp")
+    _, document = doctor("--clean", root=tmp_path)
+    [item] = document["left"]
+    assert (item["kind"], item["removed"]) == ("unclear", False)
+    assert item["why"] == why.format(root=tmp_path / "exp") + ": it was deleted or moved"
+    assert slots(memory_dir) != []
+    a_day_later(monkeypatch)
     _, document = doctor(root=tmp_path)
     assert [(item["kind"], item["removed"]) for item in document["left"]] == [("not needed", False)]
-    assert arena_files(memory_dir) != []  # without --clean it only says so
+    assert slots(memory_dir) != []  # without --clean it only says so
     _, document = doctor("--clean", root=tmp_path)
+    assert [item["removed"] for item in document["left"]] == [True]
+    assert slots(memory_dir) == []
+
+
+def test_a_root_that_was_moved_and_is_moved_back_goes_on_from_memory(job, doctor, tmp_path):
+    job().kill()
+    moved(tmp_path / "exp")
+    doctor("--clean", root=tmp_path)
+    (tmp_path / "elsewhere").rename(tmp_path / "exp")
+    again = job("--steps", "7")
+    assert (again.began_at, again.tier) == (6, "memory")
+
+
+def test_the_memory_of_a_root_that_is_gone_goes_at_once_where_all_is_asked_for(job, doctor, memory_dir, tmp_path):
+    job().kill()
+    deleted(tmp_path / "exp")
+    _, document = doctor("--clean", "--all", root=tmp_path)
     assert [item["removed"] for item in document["left"]] == [True]
     assert arena_files(memory_dir) == []
 

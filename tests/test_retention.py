@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -278,3 +280,82 @@ def test_a_job_keeps_what_its_settings_say(tmp_path):
 def test_a_metric_that_is_never_logged_is_said_once(tmp_path, caplog):
     train(tmp_path, [3.0, 2.0, 1.0, 0.5], keep_best=1, best_metric="lss")
     assert caplog.text.count("none has a number under best_metric='lss'") == 1
+
+
+def pinned_in_the_trash(storage, step):
+    """What retention leaves that dies before it gives a step its name back that was pinned after the decision."""
+    died, asked = RuntimeError("died"), []
+
+    def dies_before_the_name_is_given_back():
+        asked.append(None)
+        if len(asked) == 1:
+            assert pin(storage, NATIVE, step)
+        if names.step_dir(step) not in storage.listdir("") and len(asked) > 2:
+            raise died
+
+    with pytest.raises(RuntimeError, match="died"):
+        apply_retention(
+            storage,
+            NATIVE,
+            catalog.scan(storage, NATIVE),
+            policy=Policy(newest=1),
+            check_lease=dies_before_the_name_is_given_back,
+        )
+    assert [entry.step for entry in catalog.scan(storage, NATIVE).of_kind("trash")] == [10, 20]
+
+
+def by_retention(storage):
+    retain(storage, newest=1)
+
+
+def by_prune(storage):
+    command = [sys.executable, "-m", "easyckpt", "prune", storage.root, "--keep", "1"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def by_the_next_job(storage):
+    with easyckpt.Checkpointer(storage.root, {"w": {"w": torch.zeros(1)}}, signals=()) as ckpt:
+        ckpt.load(strict=False)
+        ckpt.save(31, wait=True)
+
+
+@pytest.mark.parametrize("emptied", [by_retention, by_prune, by_the_next_job])
+def test_a_pinned_step_comes_back_out_of_the_trash_after_a_crash(storage, emptied):
+    commit(storage, 10, 20, 30)
+    pinned_in_the_trash(storage, 10)
+    emptied(storage)
+    assert 10 in steps(catalog.scan(storage, NATIVE).committed())
+    assert not catalog.scan(storage, NATIVE).of_kind("trash")
+    assert "step-00000020" not in left(storage)
+
+
+def test_a_name_that_is_in_use_again_is_not_given_back(storage):
+    commit(storage, 10, 20, 30)
+    pinned_in_the_trash(storage, 10)
+    commit(storage, 10)
+    retain(storage, newest=1)
+    assert left(storage) == ["step-00000010", "step-00000030"]
+
+
+def test_what_was_half_deleted_does_not_come_back_for_a_pin_that_was_never_reported(storage):
+    commit(storage, 10, 20, 30)
+    pinned_in_the_trash(storage, 10)
+    storage.remove(f"{catalog.scan(storage, NATIVE).of_kind('trash')[0].name}/rank-00000.safetensors")
+    retain(storage, newest=1)
+    assert left(storage) == ["step-00000030"]
+
+
+def test_a_name_that_cannot_be_given_back_keeps_the_step_and_no_other(storage, monkeypatch):
+    commit(storage, 10, 20, 30)
+    pinned_in_the_trash(storage, 10)
+
+    def broken(self, *_):
+        raise OSError("no renames")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "rename", broken)
+        with pytest.raises(OSError, match="no renames"):
+            retain(storage, newest=1)
+    assert steps(catalog.scan(storage, NATIVE).of_kind("trash")) == [10]
+    retain(storage, newest=1)
+    assert left(storage) == ["step-00000010", "step-00000030"]

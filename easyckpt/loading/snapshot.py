@@ -46,7 +46,7 @@ class Snapshot:
         if place is None:
             raise LookupError(f"{path_text(leaf.path)} was not read")
         if leaf.nbytes == 0:
-            stored = torch.empty(leaf.stored_shape, dtype=DTYPES[leaf.dtype])
+            stored = torch.empty(leaf.stored_shape, dtype=DTYPES[leaf.dtype], device="cpu")
             return stored.permute([leaf.order.index(dimension) for dimension in range(len(leaf.order))])
         strides = [0] * len(leaf.shape)
         step = 1

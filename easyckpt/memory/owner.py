@@ -65,6 +65,8 @@ class OwnerLock:
     def __init__(self, path: str, note: bytes | None = None) -> None:
         self.path = path
         self._note = note
+        self.made = False
+        """Whether it was this object that has made the file."""
         self._fd: int | None = None
         self._pid = os.getpid()
 
@@ -167,11 +169,15 @@ class OwnerLock:
 
     def _open(self) -> int:
         while True:
+            self.made = False
             try:
                 return open_checked(self.path, os.O_RDWR)[0]
             except FileNotFoundError:
                 with contextlib.suppress(FileExistsError):
-                    return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                    fd = os.open(self.path, flags, 0o600)
+                    self.made = True
+                    return fd
             except FormatError as error:
                 raise StorageError(
                     f"the memory tier cannot be owned: {error}. Remove it, or set memory_dir to another directory"

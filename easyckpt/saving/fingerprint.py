@@ -228,7 +228,7 @@ def _digest(capture: Capture, number: int) -> int:
     nbytes = capture.layout.leaves[number].nbytes
     if number not in capture.strided:
         return _digest_at(capture.pointers[number], nbytes)
-    copy = torch.empty(nbytes, dtype=torch.uint8)
+    copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     raw_memory.move_strided(copy.data_ptr(), capture.sources[number], nbytes)
     return _digest_at(copy.data_ptr(), nbytes)
 
@@ -246,4 +246,4 @@ def _digest_at(address: int, nbytes: int, needed: Callable[[], bool] = lambda: T
     return hasher.intdigest()
 
 
-_NOTHING = torch.zeros(0, dtype=torch.int32)
+_NOTHING = torch.zeros(0, dtype=torch.int32, device="cpu")

@@ -17,7 +17,7 @@ from easyckpt.state.capture import Capture
 #: Each word needs 16 bytes of memory to say whence and whither: mostly 1 KB a tensor at most.
 TINY_BYTES = 256
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_NOWHERE = torch.empty(0, dtype=torch.int64)
+_NOWHERE = torch.empty(0, dtype=torch.int64, device="cpu")
 #: Fewer are moved one by one: below that the calls cost more than the moves.
 WORTH_IT = 512
 
@@ -28,8 +28,8 @@ class Gather:
     def __init__(self, capture: Capture, numbers: list[int]) -> None:
         leaves = [capture.layout.leaves[number] for number in numbers]
         self._pick = itemgetter(*numbers)
-        self._sizes = torch.tensor([leaf.nbytes for leaf in leaves], dtype=torch.int64)
-        self._offsets = torch.tensor([leaf.offset for leaf in leaves], dtype=torch.int64)
+        self._sizes = torch.tensor([leaf.nbytes for leaf in leaves], dtype=torch.int64, device="cpu")
+        self._offsets = torch.tensor([leaf.offset for leaf in leaves], dtype=torch.int64, device="cpu")
         self._pointers: tuple[int, ...] = ()
         self._type, self._whence, self._whither = torch.int64, _NOWHERE, _NOWHERE
 
@@ -42,7 +42,7 @@ class Gather:
         """What is in the leaves now, one after the other in the order of `numbers`."""
         pointers = self._pick(capture.pointers)
         if pointers != self._pointers:
-            self._aim(torch.tensor(pointers, dtype=torch.int64))
+            self._aim(torch.tensor(pointers, dtype=torch.int64, device="cpu"))
             self._pointers = pointers
         return raw_memory.words_at(self._whence, self._type)
 
@@ -58,7 +58,7 @@ class Gather:
         """The number of each word of each leaf, given those of the first ones."""
         counts = self._sizes // nbytes
         first = counts.cumsum(0) - counts
-        return torch.repeat_interleave(begins - first, counts).add_(torch.arange(int(counts.sum())))
+        return torch.repeat_interleave(begins - first, counts).add_(torch.arange(int(counts.sum()), device="cpu"))
 
 
 def is_tiny(capture: Capture, number: int) -> bool:

@@ -21,6 +21,7 @@ from easyckpt.format.manifest import RootRecord, Timeline
 from easyckpt.saving.attempt import is_own
 from easyckpt.saving.commit import CommitContext
 from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.retention import empty_trash
 from easyckpt.storage.base import Storage
 from easyckpt.verification import verify
 
@@ -182,10 +183,7 @@ def _tidy_attempts(
             context.check_lease()
             storage.remove_tree(entry.name)
             busy()
-    for entry in found.of_kind("trash"):
-        context.check_lease()
-        storage.remove_tree(entry.name)
-        busy()
+    empty_trash(storage, context.naming, found.of_kind("trash"), check_lease=context.check_lease, busy=busy)
     for name in found.stray:
         context.check_lease()
         storage.remove(name)

@@ -43,18 +43,17 @@ def owned_arenas(owners: Collection[str], storage: Storage) -> Iterator[None]:
     """Own the arenas of these owner files, as a job that starts now would: it waits, or this refuses."""
     with contextlib.ExitStack() as stack:
         for path in sorted(owners):
-            made = not os.path.lexists(path)
             lock = OwnerLock(path)
             if not lock.try_acquire():
                 raise RootInUse(
                     f"{storage.root} is in use by {OwnerLock.describe_holder(path)} ({path} is locked): stop that job "
                     "first"
                 )
-            stack.callback(_give_back, lock, storage, made=made)
+            stack.callback(_give_back, lock, storage)
         yield
 
 
-def _give_back(lock: OwnerLock, storage: Storage, *, made: bool) -> None:
+def _give_back(lock: OwnerLock, storage: Storage) -> None:
     """Release `lock`, without a trace if it was made for this.
 
     A lease that could not be released names it: the file, found free, proves to the next owner that this one is gone.
@@ -64,7 +63,7 @@ def _give_back(lock: OwnerLock, storage: Storage, *, made: bool) -> None:
         named = seen is not None and (seen.owner is None or seen.owner.lock == lock.path)
     except (EasyckptError, OSError):
         named = True
-    lock.release(unlink=made and not named)
+    lock.release(unlink=lock.made and not named)
 
 
 @contextlib.contextmanager

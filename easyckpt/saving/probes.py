@@ -20,8 +20,8 @@ class Probes:
     """Where to look, in the order of some leaves: PROBES times each."""
 
     def __init__(self, offsets: list[int], places: list[int]) -> None:
-        self._offsets = torch.tensor(offsets, dtype=torch.int64).view(-1, PROBES)
-        self.places = torch.tensor(places, dtype=torch.int64)
+        self._offsets = torch.tensor(offsets, dtype=torch.int64, device="cpu").view(-1, PROBES)
+        self.places = torch.tensor(places, dtype=torch.int64, device="cpu")
         """In the image."""
         self._pointers: list[int] = []
         self.addresses = self._offsets.view(-1)
@@ -31,7 +31,9 @@ class Probes:
         """What is there now, in leaves that begin at `pointers`."""
         if pointers != self._pointers:
             self._pointers = pointers
-            self.addresses = (torch.tensor(pointers, dtype=torch.int64).view(-1, 1) + self._offsets).view(-1)
+            self.addresses = (torch.tensor(pointers, dtype=torch.int64, device="cpu").view(-1, 1) + self._offsets).view(
+                -1
+            )
         return _words_at(self.addresses)
 
 

@@ -18,7 +18,7 @@ class ScalerWatch:
         """Remember the scales. In stream order on a GPU, whose host does not wait."""
         if not self._before:
             pinned = any(scaler._device == "cuda" for scaler in self._scalers)
-            self._before = [torch.empty((), pin_memory=pinned) for _ in self._scalers]
+            self._before = [torch.empty((), pin_memory=pinned, device="cpu") for _ in self._scalers]
         for scaler, before in zip(self._scalers, self._before, strict=True):
             scale = scaler._scale
             if scale is None:  # it is made at the first use

@@ -6,10 +6,11 @@ a run of its own, whose parent it is.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from easyckpt import catalog
@@ -25,7 +26,7 @@ from easyckpt.saving.commit import CommitContext, commit
 from easyckpt.saving.line import new_root
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.owning import owned_root
-from easyckpt.storage.base import Storage
+from easyckpt.storage.base import FileReader, Storage
 from easyckpt.verification import verify
 
 #: The attempts of copies begin with this. No manifest carries such an attempt, so what a kill leaves is no candidate.
@@ -66,14 +67,14 @@ def copy_checkpoint(
     record = _accepts(target, naming, manifest)
     if record is None:
         record = RootRecord(run=secrets.token_hex(16), created=0.0, timelines=())
-    target.makedirs("")
-    _check_space(target, entry)
-    with owned_root(target, record.run, config, on_wait) as check:
-        record = _accepts(target, naming, manifest) or record  # nobody else writes there from now on
-        _remove_leftovers(target, naming, check)
-        context = CommitContext(storage=target, naming=naming, check_lease=check)
-        nbytes = _copy(source, entry, manifest, context, on_bytes)
-        record = _name_parent(target, naming, record, check)
+    with _made_for_good(target):
+        _check_space(target, entry)
+        with owned_root(target, record.run, config, on_wait) as check:
+            record = _accepts(target, naming, manifest) or record  # nobody else writes there from now on
+            _remove_leftovers(target, naming, check)
+            context = CommitContext(storage=target, naming=naming, check_lease=check)
+            nbytes = _copy(source, entry, manifest, context, on_bytes)
+            record = _name_parent(target, naming, record, check)
     assert record.parent is not None
     path = os.path.join(target.root, naming.committed(manifest.step))
     return Copied(manifest.step, path, nbytes, record.run, record.parent)
@@ -114,6 +115,19 @@ def _accepts(target: Storage, naming: NamingScheme, manifest: Manifest) -> RootR
 def _holds_copies_only(record: RootRecord, manifest: Manifest, copies: set[str]) -> bool:
     """Whether nobody has trained in the root: its run is not that of the copies, and it has no line of its own."""
     return record.run != manifest.run and all(timeline.id in copies for timeline in record.timelines)
+
+
+@contextlib.contextmanager
+def _made_for_good(target: Storage) -> Iterator[None]:
+    """Make the root of `target` where it is missing; after an error it is gone again, if nothing is in it."""
+    made = not os.path.lexists(target.root)
+    target.makedirs("")
+    try:
+        yield
+    except BaseException:
+        if made:
+            target.remove_empty_root()
+        raise
 
 
 def _check_space(target: Storage, entry: Entry) -> None:
@@ -167,20 +181,24 @@ def _copy_file(
     """Copy one file durably, chunk by chunk. Raises DamagedCheckpoint where its bytes are not those of the manifest."""
     hasher = ChunkHasher()
     view = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # page-aligned; not closed by name: an error's frames may hold it
+    with _opened(source, path) as reader, target.create(copy) as writer:
+        for offset in range(0, expected.size, CHUNK_BYTES):
+            count = min(reader.read_into(view, offset), expected.size - offset)
+            hasher.update(view[:count])
+            writer.write_at(view[: align(count)], offset)
+            on_bytes(count)
+        writer.truncate(expected.size)
+        if file_digest(hasher.size, hasher.finish()) != expected.digest:
+            raise DamagedCheckpoint(
+                f"{source.root}: {path} is not what was committed: `easyckpt verify {source.root}` says where; "
+                "nothing was copied"
+            )
+        writer.sync()
+
+
+def _opened(source: Storage, path: str) -> FileReader:
     try:
-        with source.reader(path) as reader, target.create(copy) as writer:
-            for offset in range(0, expected.size, CHUNK_BYTES):
-                count = min(reader.read_into(view, offset), expected.size - offset)
-                hasher.update(view[:count])
-                writer.write_at(view[: align(count)], offset)
-                on_bytes(count)
-            writer.truncate(expected.size)
-            if file_digest(hasher.size, hasher.finish()) != expected.digest:
-                raise DamagedCheckpoint(
-                    f"{source.root}: {path} is not what was committed: `easyckpt verify {source.root}` says where; "
-                    "nothing was copied"
-                )
-            writer.sync()
+        return source.reader(path)
     except FileNotFoundError as error:
         raise UsageError(
             f"{error.filename or path} went away while it was copied; nothing was copied. Where a job rotates its "

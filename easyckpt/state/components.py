@@ -74,7 +74,7 @@ class Saved:
     def stand_in(self, number: int) -> torch.Tensor:
         """A tensor like reference `number` that takes no memory, for decoding a tree only to see that it can be."""
         leaf = self.ref(number).leaf
-        return torch.empty((), dtype=DTYPES[leaf.dtype]).expand(leaf.shape)
+        return torch.empty((), dtype=DTYPES[leaf.dtype], device="cpu").expand(leaf.shape)
 
     def decode(self, tree: Json, leaf: Callable[[int], Any] | None = None, like: Any = None) -> Any:
         """Decode `tree`; without `leaf`, tensors are `Ref`s."""

@@ -140,7 +140,7 @@ class ScalerComponent(EncodedComponent):
         scaler._init_growth_tracker = _number(value["growth_tracker"])
         for live, there in ((scaler._scale, value["scale"]), (scaler._growth_tracker, value["growth_tracker"])):
             if live is not None:  # else it is made from the initial values at the first use
-                copy_exact(live, torch.as_tensor(there, dtype=live.dtype))
+                copy_exact(live, torch.as_tensor(there, dtype=live.dtype, device="cpu"))
         scaler.set_growth_factor(value["growth_factor"])
         scaler.set_backoff_factor(value["backoff_factor"])
         scaler.set_growth_interval(value["growth_interval"])

@@ -84,7 +84,7 @@ class SkipBatchSampler(Sampler[list[int]]):
         for number in range(start, len(self)):
             first = number * self.batch_size
             last = min(first + self.batch_size, self._samples())
-            places = torch.arange(first, last) * self.world_size + self.rank
+            places = torch.arange(first, last, device="cpu") * self.world_size + self.rank
             self.consumed = number + 1
             yield order[places % self.length].tolist()
 
@@ -116,12 +116,12 @@ class SkipBatchSampler(Sampler[list[int]]):
 
     def _order(self) -> torch.Tensor:
         if not self.shuffle:
-            return torch.arange(self.length)
+            return torch.arange(self.length, device="cpu")
         # Hashed rather than added: else epoch 1 of seed 0 would be epoch 0 of seed 1.
         digest = hashlib.blake2b(f"{self.seed}/{self.epoch}".encode(), digest_size=4).digest()
         generator = torch.Generator()
         generator.manual_seed(int.from_bytes(digest, "little"))
-        return torch.randperm(self.length, generator=generator)
+        return torch.randperm(self.length, generator=generator, device="cpu")
 
 
 def place_in_group() -> tuple[int, int]:

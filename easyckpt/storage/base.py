@@ -144,6 +144,10 @@ class Storage(Protocol):
         """Remove a directory and all in it, never following links. Not durable. A missing one is fine."""
         ...
 
+    def remove_empty_root(self) -> None:
+        """Remove the root itself, if nothing is in it. Not durable. One that is in use, or missing, is fine."""
+        ...
+
     def remove(self, path: str) -> None:
         """Remove one file. Not durable. FileNotFoundError when it is missing."""
         ...

@@ -79,6 +79,11 @@ class LocalStorage(RootDirectory):
         with self._at(path) as (directory, name):
             self._remove_tree_at(directory, name)
 
+    def remove_empty_root(self) -> None:
+        """Remove the root itself, if nothing is in it."""
+        with contextlib.suppress(OSError):
+            self._os.rmdir(self.root)
+
     # -- whole files
 
     def stat_size(self, path: str) -> int:

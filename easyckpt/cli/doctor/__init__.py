@@ -45,7 +45,8 @@ def doctor(  # noqa: PLR0917 - typer makes options of all but the first
 
     The file system is tried out in a private directory inside of ROOT, which is removed again; a running job is not
     disturbed (but for its share of the disk while the speed is measured). --clean removes the memory of dead jobs whose
-    root is gone, or has committed all that it holds; never what a live process owns, nor anything of other users.
+    root has committed all that it holds, or is gone and the memory was not written to for a day (a younger root may
+    have been moved only: --all); never what a live process owns, nor anything of other users.
 
     Exit code 0: all guarantees hold, warnings aside; 1: something is broken or unsafe; 2: bad input.
 

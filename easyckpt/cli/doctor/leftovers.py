@@ -33,6 +33,8 @@ class Verdict:
     kind: Kind
     why: str
     root: str | None = None
+    advice: str = ""
+    """Where it is not that of its kind."""
 
 
 @dataclass(slots=True)
@@ -64,9 +66,16 @@ class Item:
         step = "no whole snapshot" if self.newest is None else f"newest step {self.newest}"
         text = f"{kind}: {output.size(self.nbytes)}, {step}, {self.age / 60:.0f} min old"
         quiet = self.removed or self.verdict.kind == "in use"
-        advice = "" if quiet else self.kept_because or _ADVICE[self.verdict.kind].format(root=self.verdict.root)
+        advice = (
+            ""
+            if quiet
+            else self.kept_because or self.verdict.advice or _ADVICE[self.verdict.kind].format(root=self.verdict.root)
+        )
         return Finding(AREA, self.what, text, "ok" if quiet else "warning", "memory", self.verdict.why, advice)
 
+
+#: Memory without a root goes only when it was not written to for so long: until then a root may have been moved only.
+_GONE_FOR_GOOD = 24 * 3600.0
 
 _ADVICE = {
     "waiting": "start the job again on this machine, or commit it with `easyckpt rescue {root}`; "
@@ -142,12 +151,14 @@ def _serves_a_lease(arena: Arena, place: Place) -> bool:
 def _by_root(arena: Arena, root: str) -> Verdict:
     if arena.note is not None and not _same_file_system(arena.note):
         return Verdict("unclear", f"{root} is on a file system that is not mounted now, or was mounted anew", root)
+    if not _exists(root):
+        return _without_root(arena, root, f"there is no directory {root} any more")
     storage = LocalStorage(root)
-    record = catalog.read_root(storage) if _exists(root) else None
+    record = catalog.read_root(storage)
     if record is None:
-        return Verdict("not needed", f"its root {root} does not exist any more", root)
+        return _without_root(arena, root, f"{root} is there, but holds no record of a run ({layout.ROOT_FILE})")
     if layout.arena_id(record.run, os.path.realpath(root)) != arena.arena_id:
-        return Verdict("not needed", f"{root} belongs to another run now", root)
+        return _without_root(arena, root, f"{root} belongs to another run now")
     committed = [
         entry.step
         for entry in catalog.scan(storage, NativeNaming()).committed()
@@ -161,6 +172,18 @@ def _by_root(arena: Arena, root: str) -> Verdict:
     return Verdict(
         "waiting", f"left by a killed job for its restart: up to step {max(waiting)}; committed: {stored}", root
     )
+
+
+def _without_root(arena: Arena, root: str, why: str) -> Verdict:
+    """Deleted roots and moved ones look the same; what a moved one needs again must not go by itself."""
+    written = max(arena.changed, *(meta.sealed_at for meta in arena.metas))
+    if time.time() - written >= _GONE_FOR_GOOD:
+        return Verdict("not needed", f"{why}, and this memory was not written to for a day", root)
+    advice = (
+        f"if it was moved, move it back to {root}: then the job goes on from here, or `easyckpt rescue {root}` commits "
+        "it; if it was deleted, `--clean --all` removes this now, `--clean` a day after the last step"
+    )
+    return Verdict("unclear", f"{why}: it was deleted or moved", root, advice)
 
 
 def _exists(path: str) -> bool:
