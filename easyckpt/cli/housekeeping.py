@@ -65,8 +65,9 @@ def prune(
 ) -> Answer:
     """Remove old checkpoints: all but the newest, every K-th, the best, and what is pinned.
 
-    A checkpoint that one of the rules keeps stays. So does the newest whole one, whatever the numbers say. While a job
-    uses the root this refuses: the job rotates by itself (max_ckpt_num, keep_every, keep_best).
+    A checkpoint that one of the rules keeps stays. So does the newest valid one, whatever the numbers say (its manifest
+    and the sizes of its files are right; `easyckpt verify` reads them). While a job uses the root this refuses: the job
+    rotates by itself (max_ckpt_num, keep_every, keep_best).
 
     Example: easyckpt prune runs/exp1 --keep 3 --keep-every 1000 --dry-run
 

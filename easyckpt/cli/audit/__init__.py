@@ -15,7 +15,7 @@ import typer
 from easyckpt import catalog
 from easyckpt.cli import output
 from easyckpt.cli.audit import plots, report
-from easyckpt.cli.audit.culprit import culprit
+from easyckpt.cli.audit.culprit import Culprit, culprit
 from easyckpt.cli.audit.findings import Findings, find, unseeded_generators
 from easyckpt.cli.audit.notes import metrics_of, notes_of, typical_flush
 from easyckpt.cli.audit.report import Audit
@@ -75,7 +75,7 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
             "with a checkpoint before it"
         )
     out = os.path.abspath(out)
-    if os.path.isdir(out) and os.listdir(out):
+    if os.path.isdir(out) and set(os.listdir(out)) - {"logs"}:  # (those of a command that failed)
         raise UsageError(f"{out}: is not empty; name a new directory by --out")
     result = Audit(command=list(command), steps=steps, at=at, every=every)
     with output.ended_tidily():
@@ -119,6 +119,7 @@ class _Auditing:
             raise UsageError(
                 f"the command ends after {newest} saved steps by itself: choose --at and --steps below that"
             )
+        result.ended = newest
         if self._differs_from_itself():
             return series
         stopped = self._stop(kill, chance, typical_flush(storage))
@@ -147,7 +148,14 @@ class _Auditing:
         if found.steps and not found.differing and not found.unshared:
             result.unrepeated = [name for name, metric in found.metrics.items() if not metric.equal]
             return False
-        result.why = culprit(found, self._notes, resumed=False)
+        if "torch" in result.unseeded:
+            names = ", ".join(result.unseeded)
+            advice = "call torch.manual_seed(…), random.seed(…) and numpy.random.seed(…) before the model is built"
+            result.why = Culprit(
+                f"the straight runs begin with other generators ({names}): nobody seeds them", None, 0, advice
+            )
+        else:
+            result.why = culprit(found, self._notes, unseeded=result.unseeded, resumed=False)
         return True
 
     def _stop(self, kill: bool, chance: random.Random, typical: float) -> Run:

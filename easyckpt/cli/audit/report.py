@@ -23,6 +23,8 @@ class Audit:
     steps: int
     at: int
     every: int
+    ended: int = 0
+    """The newest step that the straight run has stored."""
     killed: Killed | None = None
     twice: Findings | None = None
     """The second straight run against the first one."""
@@ -55,6 +57,7 @@ def document(audit: Audit) -> dict[str, Any]:
         "steps": audit.steps,
         "at": audit.at,
         "every": audit.every,
+        "ended": audit.ended,
         "killed": None if audit.killed is None else asdict(audit.killed),
         "not_compared": {"unseeded_generators": audit.unseeded, "metrics": audit.unrepeated},
         "straight_runs": None if audit.twice is None else _found(audit.twice, audit.why, audit),
@@ -97,6 +100,8 @@ def lines(audit: Audit) -> list[str]:
         said.append(str(audit.why))
     reasons = dict.fromkeys(str(why) for _, why in audit.resumed if why is not None)
     said += list(reasons)
+    if 0 < audit.ended < audit.steps:
+        said.append(f"the command ended by itself at step {audit.ended} of {audit.steps}: nothing later was compared")
     said += audit.wrong_tier
     if audit.killed is not None:
         milliseconds = audit.killed.seconds * 1e3

@@ -61,6 +61,7 @@ class Runner:
         self._memories: dict[str, TemporaryMemory] = {}
         self._memory_dir = resolve({}, None).memory_dir
         os.makedirs(os.path.join(out, "runs"))
+        shutil.rmtree(os.path.join(out, "logs"), ignore_errors=True)
         os.makedirs(os.path.join(out, "logs"))
 
     def close(self, *, keep: bool) -> None:
