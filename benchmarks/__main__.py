@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import sys
 
 ALL = ("training", "flush_and_restore", "many_tensors", "host_memory")
 
 
 def main() -> None:
-    for name in sys.argv[1:] or ALL:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run all benchmarks, or those named.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(ALL)} (all), or compare")
+    names, _ = parser.parse_known_args()
+    if unknown := set(names.names) - {*ALL, "compare"}:
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(ALL)} and compare")
+    for name in names.names or ALL:
         print(f"== {name}", flush=True)
         importlib.import_module(f"benchmarks.{name}").main()
 
