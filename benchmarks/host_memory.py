@@ -78,6 +78,7 @@ def main() -> None:
             without = common.child("benchmarks.host_memory", *common_arguments, "--with-easyckpt=0")
             ours = common.child("benchmarks.host_memory", *common_arguments, "--with-easyckpt=1")
         finally:
+            del os.environ["EASYCKPT_MEMORY_DIR"]
             shutil.rmtree(root)
             shutil.rmtree(memory)
         extra = ours["samples"][-1]["uss"] - without["samples"][-1]["uss"]
