@@ -117,7 +117,7 @@ def test_a_job_that_nobody_seeds_is_nondeterministic(audit):
     found = audit("never seeds")
     assert found.code == 3
     assert "NONDETERMINISTIC" in found.printed
-    assert "(numpy, python, torch): nobody seeds them: call torch.manual_seed(…)" in found.printed
+    assert "(torch): nobody seeds them: call torch.manual_seed(…)" in found.printed
     assert found.report["resumed"] == []
 
 
