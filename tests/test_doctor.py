@@ -152,6 +152,7 @@ def test_the_memory_of_a_live_job_is_never_taken(job, doctor, memory_dir):
     _, document = doctor("--clean", "--all")
     assert [(item["kind"], item["removed"]) for item in document["left"]] == [("in use", False)]
     assert arena_files(memory_dir) == before
+    assert "it lives" in of(document, "lease")["meaning"]
     alive.end()
 
 
@@ -160,6 +161,7 @@ def test_what_a_restart_would_go_on_from_stays_unless_all_is_asked_for(job, doct
     _, document = doctor("--clean")
     [item] = document["left"]
     assert (item["kind"], item["newest_step"], item["removed"]) == ("waiting", 6, False)
+    assert "it is dead" in of(document, "lease")["meaning"]
     assert item["root"] == str(tmp_path / "exp")
     again = job("--steps", "7")
     assert (again.began_at, again.tier) == (6, "memory")

@@ -209,6 +209,14 @@ def test_free_record_lock_on_this_host_proves_death(storage, lock_file):
     assert clock.now == 0
 
 
+@pytest.mark.parametrize(("answer", "alive"), [(True, False), (False, True), (None, None)])
+def test_who_only_looks_is_told_whether_the_owner_lives(storage, lock_file, answer, alive):
+    record = here(storage, lock_file)
+    assert lease_chain.lives(record, lambda path: answer) is alive
+    for change in ({"host": "node7"}, {"boot": "another-boot/1/2"}, {"boot": ""}, {"lock": ""}, {"lock": "/no/such"}):
+        assert lease_chain.lives(replace(record, **change), lambda path: answer) is None
+
+
 @pytest.mark.parametrize("answer", [False, None])
 def test_lock_that_is_held_or_unknown_proves_nothing(storage, lock_file, answer):
     here(storage, lock_file)

@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from easyckpt.event_kinds import (
     to_record,
 )
 from easyckpt.format import layout
+from easyckpt.format.manifest import LeaseRecord
 from easyckpt.saving import housekeeper
 from easyckpt.storage.local import LocalStorage
 
@@ -83,7 +85,7 @@ def test_one_view_of_a_running_job(job, run, tmp_path):
     assert rank["flushes"]["running"] is None
     assert rank["started"]["tier"] == "none"
     assert rank["held_up"]["recent_max"] >= rank["held_up"]["recent_mean"] > 0
-    assert document["lease"]["pid"] == alive.process.pid
+    assert (document["lease"]["pid"], document["lease"]["alive"]) == (alive.process.pid, True)
     assert document["last_commit"]["step"] == document["checkpoints"]["newest"]["step"] == 4
     assert document["metrics"]["step"] == 6
     assert document["metrics"]["loss"] > 0
@@ -104,11 +106,34 @@ def test_a_job_that_was_started_again_counts_from_its_start(job, run, tmp_path):
     alive.end()
 
 
-def test_watching_writes_nothing(job, run, tmp_path):
-    job().end()
-    before = everything_in(tmp_path)
-    assert run("watch", tmp_path / "exp", "--json").code == 0
-    assert everything_in(tmp_path) == before
+def test_an_owner_that_was_killed_is_said_to_be_dead_and_nothing_is_written(job, run, tmp_path, memory_dir):
+    killed = job()
+    killed.kill()
+    before = everything_in(tmp_path), everything_in(memory_dir)
+    lease = run("watch", tmp_path / "exp", "--json").document["lease"]
+    assert (lease["pid"], lease["alive"]) == (killed.process.pid, False)
+    first = run("watch", tmp_path / "exp").out.splitlines()[0]
+    assert "owned by" not in first
+    assert f"process {killed.process.pid} on {socket.gethostname()} is dead" in first
+    assert (everything_in(tmp_path), everything_in(memory_dir)) == before
+    write(tmp_path / "exp", 0, lines(0, FlushBegun(step=6, time=time.time())))
+    assert "step 6 was under way when the job ended" in run("watch", tmp_path / "exp").out
+
+
+@pytest.mark.parametrize(("silent", "gone"), [(10.0, False), (3600.0, True)])
+def test_an_owner_on_another_host_may_be_gone_if_it_is_silent_for_long(root, run, silent, gone):
+    (root / layout.NativeNaming().committed(3)).mkdir()
+    record = LeaseRecord(
+        host="elsewhere", boot="another/1/2", pid=4711, run="a" * 32, incarnation="i", token="b" * 32,
+        lock="/no/such", time=time.time() - silent,
+    )  # fmt: skip
+    (root / layout.LEASE).write_bytes(record.to_bytes())
+    lease = run("watch", root, "--json").document["lease"]
+    assert (lease["host"], lease["alive"]) == ("elsewhere", None)
+    assert lease["renewed_age"] >= silent
+    first = run("watch", root).out.splitlines()[0]
+    assert "owned by process 4711 on elsewhere" in first
+    assert ("it may be gone" in first) is gone
 
 
 def test_the_live_view_follows_a_job_and_ends_well_by_ctrl_c(job, tmp_path):

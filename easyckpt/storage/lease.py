@@ -27,7 +27,17 @@ from easyckpt.errors import LeaseLost, RootInUse
 from easyckpt.format import layout
 from easyckpt.format.manifest import LeaseRecord
 from easyckpt.storage.base import Storage
-from easyckpt.storage.lease_chain import Seen, claim, describe, look, place_of, remove_leftovers, successor_file
+from easyckpt.storage.lease_chain import (
+    Seen,
+    claim,
+    describe,
+    lived_here,
+    lives,
+    look,
+    place_of,
+    remove_leftovers,
+    successor_file,
+)
 
 CREATED = failpoints.declare("lease.acquire.created", "the lease on a free root is durable")
 CLAIMED = failpoints.declare(
@@ -219,10 +229,9 @@ class Lease:
         same_run = mine.elastic_run is not None and owner.elastic_run == mine.elastic_run
         if same_run and owner.restart_count < mine.restart_count:
             return True  # the agent has killed all workers of one round before it starts the next
-        if not owner.boot or (owner.host, owner.boot) != (mine.host, place_of(owner.lock)):
-            return False
         # The own lock is held by this very process, so whoever held it before has died.
-        return owner.boot == mine.boot or self._is_free(owner.lock) is True
+        before_me = owner.boot == mine.boot and lived_here(owner)
+        return before_me or lives(owner, self._is_free) is False
 
     def _silent(self, seen: Seen, on_wait: Callable[[str], None]) -> bool:
         """Watch for up to the timeout; False where the root is to be looked at afresh, RootInUse where it lives."""

@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import logging
 import os
+import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from easyckpt.errors import EasyckptError
@@ -93,6 +95,20 @@ def describe(owner: LeaseRecord | None) -> str:
         return f"an owner whose {layout.LEASE} cannot be read here (damaged, or of a newer version)"
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(owner.time, 0), 2**33)))
     return f"process {owner.pid} on host {owner.host} (run {owner.run}, last renewed {since} by its own clock)"
+
+
+def lives(owner: LeaseRecord, is_free: Callable[[str], bool | None]) -> bool | None:
+    """Whether `owner` lives, by the record lock that it has held for life; None where nothing here can tell.
+
+    `is_free` as for a Lease. This takes nothing and writes nothing.
+    """
+    free = is_free(owner.lock) if lived_here(owner) else None
+    return None if free is None else not free
+
+
+def lived_here(owner: LeaseRecord) -> bool:
+    """Whether the lock that `owner` held can be asked here: it is on this host, and the file is still the same one."""
+    return bool(owner.boot) and (owner.host, owner.boot) == (socket.gethostname(), place_of(owner.lock))
 
 
 def place_of(lock: str | None) -> str | None:

@@ -10,8 +10,9 @@ from easyckpt.cli import output
 from easyckpt.cli.doctor.finding import Finding, State
 from easyckpt.cli.doctor.place import Place
 from easyckpt.errors import EasyckptError
+from easyckpt.memory.owner import OwnerLock
 from easyckpt.storage import probing
-from easyckpt.storage.lease_chain import describe, look
+from easyckpt.storage.lease_chain import describe, lives, look
 from easyckpt.storage.local import LocalStorage
 from easyckpt.storage.probing import Probes
 
@@ -64,6 +65,12 @@ _WHERE: dict[str, tuple[State, str, str]] = {
     "memory": ("warning", "checkpoints end with the node, and take memory", "put the root on a disk"),
     "container": ("warning", "the container's own layer: checkpoints end with it", "mount a volume for the root"),
     "unknown": ("ok", "what it really does is tried out below", ""),
+}
+#: What an owner of the root is, by whether it lives.
+_LIVES = {
+    True: "it lives, and writes the root",
+    False: "it is dead: the next job starts at once",
+    None: "it writes the root, or has been killed while it did: that cannot be seen from here",
 }
 
 
@@ -118,8 +125,12 @@ def _root(place: Place) -> Iterator[Finding]:
     newest = "nothing committed yet" if place.newest is None else f"newest checkpoint: step {place.newest.step}"
     yield Finding(AREA, "root", f"{place.asked}: {newest}", "ok", "commit", "where a restart without memory goes on")
     seen = look(LocalStorage(place.directory))
-    owner = "nobody" if seen is None else describe(seen.owner)
-    yield Finding(AREA, "lease", owner, "ok", "owner", "who writes the root, or has been killed while it did")
+    owner, meaning = "nobody", "no job writes the root"
+    if seen is not None:
+        owner = describe(seen.owner)
+        alive = None if seen.owner is None else lives(seen.owner, OwnerLock.is_free)
+        meaning = _LIVES[alive]
+    yield Finding(AREA, "lease", owner, "ok", "owner", meaning)
 
 
 def _room(place: Place) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -16,9 +17,12 @@ from easyckpt.cli import output
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import resolve
 from easyckpt.cli.watch.looking import Watcher
+from easyckpt.config import CheckpointConfig
 from easyckpt.errors import UsageError
 
 _ROWS = 16
+#: An owner that was silent for longer than others wait for it may be gone.
+_SILENT_SECONDS = CheckpointConfig().lease_timeout
 
 
 def register(app: typer.Typer) -> None:
@@ -80,7 +84,17 @@ def _owner(lease: dict[str, Any] | None) -> str:
         return "no job owns it now"
     if lease["pid"] is None:
         return "its lease cannot be read"
-    return f"owned by process {lease['pid']} on {lease['host']}, which renewed its lease {_ago(lease['renewed_age'])}"
+    owner, renewed = f"process {lease['pid']} on {lease['host']}", _ago(lease["renewed_age"])
+    if lease["alive"] is False:
+        return f"no job owns it now: {owner} is dead (it renewed its lease {renewed}); the next job starts at once"
+    text = f"owned by {owner}, which renewed its lease {renewed}"
+    if lease["alive"] is None and lease["renewed_age"] > _SILENT_SECONDS:
+        text += f" by the clock there: it may be gone, which cannot be seen from {socket.gethostname()}"
+    return text
+
+
+def _may_live(lease: dict[str, Any] | None) -> bool:
+    return lease is not None and lease["alive"] is not False
 
 
 def _rank_table(ranks: Sequence[dict[str, Any]]) -> Table:
@@ -120,6 +134,8 @@ def _storage_lines(document: dict[str, Any]) -> list[str]:
         first = document["ranks"][0]
         flushes, running, started = first["flushes"], first["flushes"]["running"], first["started"]
         now = "none running" if running is None else f"step {running['step']} running for {running['seconds']:.1f} s"
+        if running is not None and not _may_live(document["lease"]):
+            now = f"step {running['step']} was under way when the job ended"
         counts = ", ".join(f"{flushes[name]} {name}" for name in ("committed", "failed", "skipped"))
         lines.append(f"flushes: {counts}; {now}")
         if started is not None:

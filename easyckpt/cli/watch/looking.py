@@ -12,8 +12,9 @@ from easyckpt.cli.watch.standing import Standing
 from easyckpt.errors import EasyckptError
 from easyckpt.format import layout
 from easyckpt.format.layout import NamingScheme
+from easyckpt.memory.owner import OwnerLock
 from easyckpt.storage.base import Storage
-from easyckpt.storage.lease_chain import look
+from easyckpt.storage.lease_chain import lives, look
 
 #: What is read of each rank's events at first: the most, the least, and of all ranks together.
 _WINDOW, _LEAST, _TOGETHER = 4 << 20, 64 << 10, 64 << 20
@@ -68,8 +69,14 @@ class Watcher:
             return None
         owner = seen.owner
         if owner is None:
-            return {"host": None, "pid": None, "run": None, "renewed_age": None}
-        return {"host": owner.host, "pid": owner.pid, "run": owner.run, "renewed_age": max(0.0, now - owner.time)}
+            return {"host": None, "pid": None, "run": None, "alive": None, "renewed_age": None}
+        return {
+            "host": owner.host,
+            "pid": owner.pid,
+            "run": owner.run,
+            "alive": lives(owner, OwnerLock.is_free),  # None: nothing here can tell
+            "renewed_age": max(0.0, now - owner.time),
+        }
 
     def _last_commit(self, standings: Iterable[Standing], now: float) -> dict[str, Any] | None:
         commits = [standing.last_commit for standing in standings if standing.last_commit is not None]
