@@ -111,7 +111,10 @@ def test_it_says_how_many_snapshots_of_this_run_fit(job, doctor):
 def test_a_root_that_does_not_exist_is_tried_out_above_and_not_made(doctor, tmp_path):
     ran, document = doctor(root=tmp_path / "not" / "yet")
     assert ran.code == 0
-    assert str(tmp_path) in of(document, "root")["finding"]
+    found = of(document, "root")
+    assert found["state"] == "warning"
+    assert f"{tmp_path / 'not' / 'yet'} does not exist yet" in found["finding"]
+    assert f"the nearest existing parent, {tmp_path}, was looked at" in found["finding"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,6 +144,19 @@ def test_the_table_for_people_names_what_to_change(job, run, tmp_path):
     assert "waiting:" in ran.out
     assert f"easyckpt rescue {tmp_path / 'exp'}" in ran.out
     assert "snapshots in memory survive kill -9" in ran.out
+
+
+def test_what_is_not_ok_comes_first_and_what_is_ok_only_if_asked_for(run, tmp_path):
+    root = tmp_path / "not" / "yet"
+    document = run("doctor", root, "--speed", 0, "--json").document
+    fine = [finding for finding in document["findings"] if finding["state"] == "ok"]
+    short, full = (run("doctor", root, "--speed", 0, *more).out for more in ([], ["--verbose"]))
+    warning, advice, guarantees = "does not exist yet", "see that the path is right", "one job at a time writes a root"
+    for said in (short, full):
+        assert 0 < said.index(warning) < said.index(advice) < said.index(guarantees)
+    assert short.splitlines()[-1] == f"{len(fine)} checks are ok; --verbose shows them"
+    assert "rename of a directory" not in short
+    assert full.index(guarantees) < full.index("rename of a directory")
 
 
 # -- what was left in memory

@@ -39,6 +39,7 @@ def doctor(  # noqa: PLR0917 - typer makes options of all but the first
     memory_dir: Annotated[
         str | None, typer.Option(help="The run's memory_dir, if it sets one by argument.", show_default=False)
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also show each check that is ok.")] = False,
     as_json: AsJson = False,
 ) -> Answer:
     """Say which guarantees hold here, what was left in shared memory, and what to change.
@@ -78,10 +79,28 @@ def doctor(  # noqa: PLR0917 - typer makes options of all but the first
         "left": [item.document() for item in left],
     }
     bad = any(finding.state == "bad" for finding in findings)
-    return Answer(document, _views(findings), output.DAMAGED if bad else output.GOOD)
+    return Answer(document, _views(findings, verbose=verbose), output.DAMAGED if bad else output.GOOD)
 
 
-def _views(findings: Sequence[Finding]) -> list[Any]:
+def _views(findings: Sequence[Finding], *, verbose: bool) -> list[Any]:
+    """First what needs a look, with the advice; then the guarantees; last what is fine, for those who ask."""
+    shown = [finding for finding in findings if finding.state != "ok" or finding.area == leftovers.AREA]
+    fine = [finding for finding in findings if finding not in shown]
+    advice = [
+        f"{_MARKS[finding.state]}, {finding.area}, {finding.what}: {finding.advice}"
+        for finding in shown
+        if finding.state != "ok" and finding.advice
+    ]
+    guarantees = [(GUARANTEES[name], text) for name, (_, text) in verdicts(findings).items()]
+    views = _tables(shown)
+    if advice:
+        views += [*advice, ""]
+    views += [output.table(["guarantee", "here"], guarantees), ""]
+    return [*views, *_tables(fine)] if verbose else [*views, f"{len(fine)} checks are ok; --verbose shows them"]
+
+
+def _tables(findings: Sequence[Finding]) -> list[Any]:
+    """One for each area."""
     views: list[Any] = []
     for area in dict.fromkeys(finding.area for finding in findings):
         rows = [
@@ -90,11 +109,4 @@ def _views(findings: Sequence[Finding]) -> list[Any]:
             if finding.area == area
         ]
         views += [output.table([area, "finding", "state", "what it means"], rows), ""]
-    advice = [
-        f"{_MARKS[finding.state]}, {finding.area}, {finding.what}: {finding.advice}"
-        for finding in findings
-        if finding.state != "ok" and finding.advice
-    ]
-    guarantees = [(GUARANTEES[name], text) for name, (_, text) in verdicts(findings).items()]
-    views.append(output.table(["guarantee", "here"], guarantees))
-    return [*views, *([""] if advice else []), *advice]
+    return views

@@ -118,9 +118,16 @@ def _root(place: Place) -> Iterator[Finding]:
             f"look at it with `easyckpt verify {place.asked}`",
         )  # fmt: skip
         return
+    if place.directory != place.asked:
+        yield Finding(
+            AREA, "root",
+            f"{place.asked} does not exist yet; the nearest existing parent, {place.directory}, was looked at",
+            "warning", "commit", "what is said of storage is true of the root only if it is made there",
+            "see that the path is right; the first save makes the directory",
+        )  # fmt: skip
+        return
     if place.record is None:
-        where = "is" if place.directory == place.asked else f"does not exist; tried out in {place.directory}, which is"
-        yield Finding(AREA, "root", f"{place.asked} {where} no root yet", "ok", "commit", "a first save makes it one")
+        yield Finding(AREA, "root", f"{place.asked} is no root yet", "ok", "commit", "a first save makes it one")
         return
     newest = "nothing committed yet" if place.newest is None else f"newest checkpoint: step {place.newest.step}"
     yield Finding(AREA, "root", f"{place.asked}: {newest}", "ok", "commit", "where a restart without memory goes on")
