@@ -228,6 +228,17 @@ def test_verify_says_which_file_tensor_and_chunk_is_bad(root, run):
     assert "chunk 0" in told.out
 
 
+def test_verify_says_what_else_there_is_where_something_is_damaged(root, run):
+    assert run("verify", root, "--json").document["advice"] is None
+    flip(root / layout.step_dir(30) / layout.shard_file(0), 4096 + 4)
+    told = run("verify", root).out.splitlines()[-1]
+    assert told.startswith("whole: steps 20, 10. load() and restore() pass over what is damaged by themselves")
+    told = run("verify", f"{root}@30").out.splitlines()[-1]
+    assert told.startswith(f"older ones: steps 20, 10; `easyckpt verify {root}` tells which are whole. load()")
+    flip(root / layout.step_dir(10) / layout.shard_file(0), 4096 + 4)
+    assert "there is no older checkpoint" in run("verify", f"{root}@10").out
+
+
 def test_verify_finds_a_flipped_bit_at_every_byte_of_the_small_files(root, run):
     for name in (layout.MANIFEST, layout.index_file(0)):
         path = root / layout.step_dir(10) / name

@@ -166,7 +166,10 @@ def test_a_component_can_be_chosen(trained, tmp_path, run):
         (["m.pth", "--dtype", "fp16", "--component", "nobody"], "no component 'nobody'"),
         (["m.pth", "--dtype", "fp16", "--component", "optimizer"], "holds no tensors"),
         (["m\\n.pth", "--dtype", "fp16"], "no name for a file"),
-        (["nowhere/m.pth", "--dtype", "fp16"], "No such file"),
+        (["nowhere/m.pth", "--dtype", "fp16"], "nowhere does not exist: make it first"),
+        (["there.pth/m.pth", "--dtype", "fp16"], "there.pth is not a directory"),
+        (["m.pth", "--dtype", "float16"], "is not one of 'fp16', 'bf16', 'fp32'"),
+        (["m.pth", "--dtype", "fp16", "--component", "Optimiser"], "it holds optimizer, "),
     ],
 )
 def test_bad_input_writes_nothing(trained, tmp_path, run, monkeypatch, arguments, words):
@@ -193,8 +196,9 @@ def test_force_replaces_the_file(trained, tmp_path, run):
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_damage_leaves_the_old_file_and_no_half_of_a_new_one(tmp_path, run, suffix):
     with easyckpt.Checkpointer(tmp_path / "exp", {"model": nn.Linear(3000, 1000)}, signals=()) as ckpt:
-        ckpt.save(1, wait=True)
-    shard = tmp_path / "exp" / layout.step_dir(1) / layout.shard_file(0)
+        for step in (1, 2, 3):
+            ckpt.save(step, wait=True)
+    shard = tmp_path / "exp" / layout.step_dir(3) / layout.shard_file(0)
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1  # in the second chunk: a part was written by then
     shard.write_bytes(data)
@@ -203,6 +207,7 @@ def test_damage_leaves_the_old_file_and_no_half_of_a_new_one(tmp_path, run, suff
     ran = run("export", tmp_path / "exp", out, "--dtype", "fp32", "--force")
     assert ran.code == 1
     assert "chunk 1" in ran.err
+    assert f"older ones: steps 2, 1; `easyckpt verify {tmp_path / 'exp'}` tells which are whole" in ran.err
     assert out.read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exp", out.name]
 

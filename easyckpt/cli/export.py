@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import os
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from easyckpt.cli import output
+from easyckpt.catalog import Entry
+from easyckpt.cli import damage, output
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import TARGET_HELP, Target, resolve
 from easyckpt.contents import Component, Opened
-from easyckpt.errors import UsageError
+from easyckpt.errors import DamagedCheckpoint, UsageError
 from easyckpt.exporting import Exported, Weight, plan
 from easyckpt.exporting import export as write
 from easyckpt.format.layout import WEIGHTS_FILE, safe_name, weights_format
@@ -60,7 +64,7 @@ def export(
     target.record()  # a foreign or newer root is refused
     _check_out(out, target, force=force)
     entry, result = target.pick(), Exported()
-    with Opened(target.storage, entry) as opened:
+    with _damage_says_what_next(target, entry), Opened(target.storage, entry) as opened:
         chosen = _choose(opened.components(0), component)
         weights = plan(chosen, _DTYPES[dtype], result)
         before = sum(chosen.tensors[key].nbytes for key in _once(chosen))
@@ -84,10 +88,22 @@ def export(
     return Answer(document, _views(document, weights))
 
 
+@contextlib.contextmanager
+def _damage_says_what_next(target: Target, entry: Entry) -> Iterator[None]:
+    try:
+        yield
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{error}. Nothing was written; {damage.instead_of(target, entry)}") from error
+
+
 def _check_out(out: str, target: Target, *, force: bool) -> None:
     if weights_format(out) is None:
         raise UsageError(f"{out}: the name says in which format to write: it must be {WEIGHTS_FILE}")
-    root, place = os.path.realpath(target.root), os.path.realpath(os.path.dirname(out) or ".")
+    directory = os.path.dirname(out) or "."
+    if not os.path.isdir(directory):
+        what = "is not a directory" if os.path.lexists(directory) else "does not exist: make it first (mkdir -p)"
+        raise UsageError(f"{out}: {directory} {what}")
+    root, place = os.path.realpath(target.root), os.path.realpath(directory)
     if place == root or place.startswith(root.rstrip("/") + "/"):
         raise UsageError(f"{out}: lies in the checkpoint root {target.root}, where nothing but checkpoints belongs")
     if not safe_name(os.path.basename(out)):
@@ -101,13 +117,17 @@ def _check_out(out: str, target: Target, *, force: bool) -> None:
 def _choose(components: dict[str, Component], name: str | None) -> Component:
     if name is not None:
         if name not in components:
-            raise UsageError(f"no component {name!r} in it; it holds {', '.join(components)}")
+            raise UsageError(f"no component {name!r} in it; it holds {', '.join(_closest_first(name, components))}")
         return components[name]
     modules = [component for component in components.values() if component.kind == "module"]
     if len(modules) != 1:
         there = ", ".join(component.name for component in modules or components.values())
         raise UsageError(f"it holds {len(modules)} modules: choose with --component NAME one of {there}")
     return modules[0]
+
+
+def _closest_first(name: str, there: Iterable[str]) -> list[str]:
+    return sorted(there, key=lambda other: -difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
 
 
 def _once(component: Component) -> list[bytes]:

@@ -10,7 +10,7 @@ import typer
 
 from easyckpt import catalog, verification
 from easyckpt.catalog import Entry
-from easyckpt.cli import output
+from easyckpt.cli import damage, output
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import TARGET_HELP, Target, resolve
 from easyckpt.errors import DamagedCheckpoint, FormatError, NewerFormat, UsageError
@@ -29,6 +29,10 @@ class _Verdict:
     problems: list[Problem]
     unknown: bool = False
     """A newer version wrote it: neither good nor damaged."""
+
+    @property
+    def damaged(self) -> bool:
+        return bool(self.problems) and not self.unknown
 
     def document(self) -> dict[str, Any]:
         return {
@@ -56,11 +60,18 @@ def verify(
         verdicts = [_judge(target, entry, count) for entry in entries]
     documents = [verdict.document() for verdict in verdicts]
     good = root_problem is None and all(document["good"] for document in documents)
-    document = {"root": target.root, "good": good, "problem": root_problem, "checkpoints": documents}
+    advice = _advice(target, verdicts)
+    document = {
+        "root": target.root,
+        "good": good,
+        "problem": root_problem,
+        "checkpoints": documents,
+        "advice": advice,
+    }
     views = [] if root_problem is None else [root_problem]
-    damaged = root_problem is not None or any(verdict.problems and not verdict.unknown for verdict in verdicts)
+    damaged = root_problem is not None or any(verdict.damaged for verdict in verdicts)
     code = output.GOOD if good else output.DAMAGED if damaged else output.BAD_INPUT
-    return Answer(document, [*views, *_views(documents)], code)
+    return Answer(document, [*views, *_views(documents), *([] if advice is None else ["", advice])], code)
 
 
 def _root_problem(target: Target) -> str | None:
@@ -94,6 +105,19 @@ def _judge(target: Target, entry: Entry, count: Callable[[int], None]) -> _Verdi
     if entry.problem is not None and not problems:
         problems = [_whole(entry.problem)]
     return _Verdict(entry, problems)
+
+
+def _advice(target: Target, verdicts: list[_Verdict]) -> str | None:
+    """What to do about what is damaged; None where nothing is."""
+    bad = [verdict for verdict in verdicts if verdict.damaged]
+    if not bad:
+        return None
+    if target.is_one:
+        there = damage.instead_of(target, bad[0].entry)
+    else:
+        whole = [v.entry for v in verdicts if not v.problems and v.entry.kind == "committed"]
+        there = f"whole: {damage.steps(whole)}" if whole else "no checkpoint in it is whole"
+    return f"{there}. load() and restore() pass over what is damaged by themselves, unless step= asks for it"
 
 
 def _whole(message: str) -> Problem:
