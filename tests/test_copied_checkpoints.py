@@ -159,8 +159,12 @@ def test_restore_says_what_else_a_path_is(tmp_path):
         str(caught.value)
         == f"{step} is one step of {tmp_path / 'old'}: restore({str(tmp_path / 'old')!r}, ..., step=2)"
     )
-    with pytest.raises(easyckpt.NoCheckpoint, match="nowhere: no such directory"):
-        read(tmp_path / "nowhere")
+    with pytest.raises(easyckpt.UsageError) as caught:
+        read(f"{tmp_path / 'old'}@2")
+    assert f"restore({str(tmp_path / 'old')!r}, ..., step=2)" in str(caught.value)
+    for nothing in ("nowhere", "nowhere@2", "old@two"):
+        with pytest.raises(easyckpt.NoCheckpoint, match=f"{nothing}: no such directory"):
+            read(tmp_path / nothing)
     (tmp_path / "other").mkdir()
     with pytest.raises(ForeignFormat, match="not a checkpoint root"):
         read(tmp_path / "other")

@@ -134,6 +134,10 @@ def _run_of_copies(found: Catalog) -> str:
 def _no_root(storage: LocalStorage, naming: NamingScheme) -> EasyckptError:
     """Why nothing of ours was found there."""
     if not os.path.isdir(storage.root):
+        before, _, after = storage.root.rpartition("@")
+        if after.isdecimal() and os.path.isdir(before):  # as the command line has it
+            call = f"restore({before!r}, ..., step={int(after)})"
+            return UsageError(f"{storage.root}: no such directory; @{after} is for the command line, here it is {call}")
         return NoCheckpoint(f"{storage.root}: no such directory")
     parent, name = os.path.split(os.path.realpath(storage.root))
     step = naming.parse_committed(name)
