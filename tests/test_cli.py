@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 
 import easyckpt
 from easyckpt.cli import app, output
@@ -99,6 +100,23 @@ def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
+
+
+# -- help
+
+COMMANDS = get_command(app).commands
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_each_command_has_an_example_and_its_exit_codes_and_flows(run, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "1000")
+    ran = run(name, "--help")
+    assert ran.code == 0
+    assert f"Example: easyckpt {name} " in ran.out
+    assert "Exit code" in ran.out
+    lines = [line.strip() for line in ran.out.splitlines()]
+    for paragraph in COMMANDS[name].help.split("\n\n"):
+        assert paragraph in lines, "a paragraph is one line, which the terminal wraps, and nothing of it is lost"
 
 
 # -- ls

@@ -39,7 +39,7 @@ def completion(
     bash: put it into ~/.local/share/bash-completion/completions/easyckpt; zsh: into a file _easyckpt in a directory
     of $fpath; fish: into ~/.config/fish/completions/easyckpt.fish.
 
-    Exit code 0: printed; 2: bad input.
+    Exit codes: 0 printed; 2 bad input.
 
     Example: easyckpt completion bash > ~/.local/share/bash-completion/completions/easyckpt
     """

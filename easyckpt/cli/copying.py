@@ -36,9 +36,9 @@ def cp(
     Every byte is compared with what was committed while it is copied, and read back from storage before the copy is
     made real. The new root is a run of its own that names this one as its parent.
 
-    Example: easyckpt cp runs/exp1@5000 archive/exp1
-
     Exit codes: 0 copied; 1 the checkpoint is damaged; 2 bad input, such as a step that DEST holds already.
+
+    Example: easyckpt cp runs/exp1@5000 archive/exp1
     """
     target = resolve(checkpoint)
     target.record()  # a foreign or newer root is refused, whatever lies in it

@@ -33,9 +33,9 @@ def diff(
 ) -> Answer:
     """Compare two checkpoints, or two files of weights, to the bit.
 
-    Exit code 0: all is equal; 1: something differs, or is damaged; 2: bad input.
+    Exit codes: 0 all is equal; 1 something differs, or is damaged; 2 bad input.
 
-    Example: easyckpt diff runs/exp@1000 runs/other@1000 --tensors
+    Example: easyckpt diff runs/exp1@1000 runs/exp2@1000 --tensors
     """
     files = [_is_file(side) for side in (a, b)]
     if files[0] != files[1]:

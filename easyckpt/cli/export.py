@@ -56,9 +56,9 @@ def export(
     takes what torch.load(OUT, weights_only=True) or safetensors' load_file(OUT) gives. Tied weights stay tied in a
     .pth; in safetensors, which knows no ties, they are written under each of their names. Of several ranks: rank 0's.
 
-    Exit code 0: written; 1: the checkpoint is damaged; 2: bad input. Nothing is written then.
+    Exit codes: 0 written; 1 the checkpoint is damaged; 2 bad input. Nothing is written then.
 
-    Example: easyckpt export runs/exp@1000 model.safetensors --dtype bf16
+    Example: easyckpt export runs/exp1@1000 model.safetensors --dtype bf16
     """
     target = resolve(checkpoint)
     target.record()  # a foreign or newer root is refused

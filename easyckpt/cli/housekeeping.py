@@ -69,9 +69,9 @@ def prune(
     and the sizes of its files are right; `easyckpt verify` reads them). While a job uses the root this refuses: the job
     rotates by itself (max_ckpt_num, keep_every, keep_best).
 
-    Example: easyckpt prune runs/exp1 --keep 3 --keep-every 1000 --dry-run
-
     Exit codes: 0 good; 1 the root's record is damaged; 2 bad input, or a job is using the root.
+
+    Example: easyckpt prune runs/exp1 --keep 3 --keep-every 1000 --dry-run
     """
     target = resolve(root)
     if target.is_one:
@@ -173,9 +173,9 @@ def pin(
 ) -> Answer:
     """Keep one checkpoint from ever being removed by rotation or prune, also beside a running job.
 
-    Example: easyckpt pin runs/exp1@5000
-
     Exit codes: 0 it is pinned; 1 the checkpoint is not valid; 2 bad input, such as a step that is not committed.
+
+    Example: easyckpt pin runs/exp1@5000
     """
     target, step = _one(checkpoint)
     new = pins.pin(target.storage, target.naming, step)
@@ -189,9 +189,9 @@ def unpin(
 ) -> Answer:
     """Leave a pinned checkpoint to rotation again.
 
-    Example: easyckpt unpin runs/exp1@5000
-
     Exit codes: 0 it is not pinned (any more); 2 bad input.
+
+    Example: easyckpt unpin runs/exp1@5000
     """
     target, step = _one(checkpoint)
     changed = pins.unpin(target.storage, step)

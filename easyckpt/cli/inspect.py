@@ -31,7 +31,14 @@ def ls(
     all_: Annotated[bool, typer.Option("--all", help="Also stale, unfinished and removed ones.")] = False,
     as_json: AsJson = False,
 ) -> Answer:
-    """List the checkpoints of a run, oldest first."""
+    """List the checkpoints of a run, oldest first.
+
+    It looks at manifests and at the sizes of files only; `easyckpt verify` reads them.
+
+    Exit codes: 0 listed; 1 the root's record is damaged; 2 bad input.
+
+    Example: easyckpt ls runs/exp1 --all
+    """
     target = resolve(root)
     record = target.record()
     entries = [target.pick()] if target.is_one else [e for e in target.scan().entries if all_ or e.kind == "committed"]
@@ -104,7 +111,12 @@ def show(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: AsJson = False,
 ) -> Answer:
-    """Show what one checkpoint holds (the newest, unless a step is given)."""
+    """Show what one checkpoint holds (the newest, unless a step is given).
+
+    Exit codes: 0 shown; 1 the checkpoint is damaged; 2 bad input.
+
+    Example: easyckpt show runs/exp1@5000 --tensors
+    """
     target = resolve(checkpoint)
     target.record()  # a foreign or newer root is refused, whatever lies in it
     entry = target.pick()

@@ -70,7 +70,13 @@ def command(function: Callable[_P, Answer]) -> Callable[_P, None]:
 
     # typer would print an annotation of the wrapped function's return value otherwise.
     run.__annotations__ = {**function.__annotations__, "return": None}
+    run.__doc__ = _flowing(function.__doc__ or "")
     return run
+
+
+def _flowing(help_text: str) -> str:
+    """A help text with one line for each paragraph, which terminals wrap; typer would keep the lines of the source."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in help_text.split("\n\n"))
 
 
 def _print(answer: Answer, *, as_json: bool) -> None:

@@ -36,6 +36,10 @@ def rescue(
     """Commit whole snapshots that dead processes left in this machine's shared memory.
 
     Settings (memory_dir, lease_timeout) are found as the run found them: options, EASYCKPT_<FIELD>, YAML, default.
+
+    Exit codes: 0 committed, or there was nothing to commit; 1 damaged; 2 bad input, or a job is using the root.
+
+    Example: easyckpt rescue runs/exp1
     """
     target = resolve(root)
     settings = resolve_settings({} if memory_dir is None else {"memory_dir": memory_dir}, config)

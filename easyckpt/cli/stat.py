@@ -75,9 +75,9 @@ def stat(
     Weights: all tensors of modules, buffers too. Optimizer state: its tensors with at least one dimension. Tied
     tensors, and those that all ranks share, count once.
 
-    Exit code 0: shown; 1: the checkpoint is damaged; 2: bad input.
+    Exit codes: 0 shown; 1 the checkpoint is damaged; 2 bad input.
 
-    Example: easyckpt stat runs/exp@1000
+    Example: easyckpt stat runs/exp1@1000
     """
     target = resolve(checkpoint)
     target.record()  # a foreign or newer root is refused

@@ -51,7 +51,12 @@ def verify(
     all_: Annotated[bool, typer.Option("--all", help="Also the stale ones.")] = False,
     as_json: AsJson = False,
 ) -> Answer:
-    """Check every byte of one checkpoint, or of all in a root. Exit code 1: something is damaged."""
+    """Check every byte of one checkpoint, or of all in a root; say which file, tensor and chunk is damaged.
+
+    Exit codes: 0 all is as it was committed; 1 something is damaged; 2 bad input, or a checkpoint of a newer version.
+
+    Example: easyckpt verify runs/exp1@5000
+    """
     target = resolve(checkpoint)
     root_problem = _root_problem(target)
     entries = [target.pick()] if target.is_one else _all_entries(target, stale=all_)

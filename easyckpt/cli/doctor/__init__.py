@@ -49,9 +49,9 @@ def doctor(  # noqa: PLR0917 - typer makes options of all but the first
     root has committed all that it holds, or is gone and the memory was not written to for a day (a younger root may
     have been moved only: --all); never what a live process owns, nor anything of other users.
 
-    Exit code 0: all guarantees hold, warnings aside; 1: something is broken or unsafe; 2: bad input.
+    Exit codes: 0 all guarantees hold, warnings aside; 1 something is broken or unsafe; 2 bad input.
 
-    Example: easyckpt doctor runs/exp --clean
+    Example: easyckpt doctor runs/exp1 --clean
     """
     if all_ and not clean:
         raise UsageError("--all goes with --clean")

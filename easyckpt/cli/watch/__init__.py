@@ -41,9 +41,9 @@ def watch(
     It reads the root's files only (a job with events=False tells little), on any machine that sees them; it writes
     nothing and holds no lease. Where stdout is no terminal, or with --json, it prints one view, as with --once.
 
-    Exit code 0: shown, also when ended by Ctrl-C; 2: bad input.
+    Exit codes: 0 shown, also when ended by Ctrl-C; 1 the root's record is damaged; 2 bad input.
 
-    Example: easyckpt watch runs/exp
+    Example: easyckpt watch runs/exp1
     """
     target = resolve(root)
     if target.is_one:
