@@ -22,6 +22,7 @@ from easyckpt.contents import ignore
 from easyckpt.errors import ForeignFormat
 from easyckpt.format import layout
 from easyckpt.format.safetensors import make_header
+from easyckpt.format.sizes import size_text
 from easyckpt.tensorfiles import TensorFile
 
 
@@ -311,3 +312,37 @@ def test_stat_says_what_is_wrong(root, run):
     assert run("stat", f"{root}@7").code == 2
     (root / layout.step_dir(2) / layout.index_file(0)).unlink()
     assert run("stat", root / layout.step_dir(2)).code == 1
+
+
+# -- sizes
+
+
+def test_every_command_tells_the_same_size_of_a_checkpoint(root, run, tmp_path):
+    """That of all ranks' files, which is also what the job itself has said of its commit."""
+    directory = root / layout.step_dir(2)
+    size = sum((directory / name).stat().st_size for name in (layout.shard_file(0), layout.index_file(0)))
+    shown, stats, watched = (run(command, root, "--json").document for command in ("show", "stat", "watch"))
+    told = {
+        "ls": run("ls", root, "--json").document["checkpoints"][-1]["bytes"],
+        "show": shown["bytes"],
+        "stat": stats["bytes"],
+        "verify": run("verify", f"{root}@2", "--json").document["checkpoints"][0]["bytes"],
+        "watch": watched["checkpoints"]["newest"]["bytes"],
+        "the last commit": watched["last_commit"]["bytes"],
+        "prune": run("prune", root, "--keep", 1, "--dry-run", "--json").document["checkpoints"][-1]["bytes"],
+        "cp": run("cp", f"{root}@2", tmp_path / "copy", "--json").document["bytes"],
+    }
+    assert told == dict.fromkeys(told, size)
+    for command in ("ls", "show", "stat", "watch"):
+        assert size_text(size) in run(command, root).out, command
+
+
+def test_every_command_tells_the_same_size_of_its_tensors(root, run, tmp_path):
+    shown, stats = (run(command, root, "--json").document["components"] for command in ("show", "stat"))
+    assert {name: part["bytes"] for name, part in shown.items()} == {
+        name: part["bytes"] for name, part in stats.items()
+    }
+    exported = run("export", root, tmp_path / "m.pth", "--dtype", "fp32", "--json").document
+    assert exported["checkpoint_bytes"] == stats["model"]["bytes"]
+    for command in ("show", "stat"):
+        assert "tensor size" in run(command, root).out

@@ -96,7 +96,7 @@ def _table(found: Comparison) -> Any:
         )
         for part in found.components.values()
     ]
-    columns = ["component", "equal to the bit", "tensors#", "values#", "size#", "differ#", "largest difference#"]
+    columns = ["component", "equal to the bit", "tensors#", "values#", "tensor size#", "differ#", "largest difference#"]
     return output.table([*columns, "first that differs"], rows)
 
 

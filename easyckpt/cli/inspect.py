@@ -33,7 +33,8 @@ def ls(
 ) -> Answer:
     """List the checkpoints of a run, oldest first.
 
-    It looks at manifests and at the sizes of files only; `easyckpt verify` reads them.
+    It looks at manifests and at the sizes of files only; `easyckpt verify` reads them. The size of a checkpoint, here
+    and wherever it is told, is that of all ranks' files (shards and indexes); that of its tensors is a little less.
 
     Exit codes: 0 listed; 1 the root's record is damaged; 2 bad input.
 
@@ -202,7 +203,7 @@ def _parts_table(parts: dict[str, _Part]) -> Any:
     rows = [
         (name, part.tensors, output.size(part.nbytes), " ".join(sorted(part.dtypes))) for name, part in parts.items()
     ]
-    return output.table(["component", "tensors#", "size#", "dtypes"], rows)
+    return output.table(["component", "tensors#", "tensor size#", "dtypes"], rows)
 
 
 def _files_table(manifest: Manifest) -> Any:

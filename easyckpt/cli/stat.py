@@ -96,6 +96,7 @@ def stat(
         "name": entry.name,
         "step": opened.manifest.step,
         "bytes": entry.nbytes,
+        "files": len(opened.manifest.files),
         "weights": asdict(found.weights),
         "optimizer": asdict(found.optimizer),
         "ratio": found.ratio,
@@ -125,7 +126,8 @@ def _views(document: dict[str, Any], found: _Statistics) -> list[Any]:
         for tensor in document["largest"]
     ]  # fmt: skip
     return [
-        f"{document['root']}: {document['name']}, {output.size(document['bytes'])} on disk",
+        f"{document['root']}: step {document['step']} ({document['name']}), {output.size(document['bytes'])} in "
+        f"{document['files']} files",
         "",
         _table("", [("weights", found.weights), ("optimizer state", found.optimizer)]),
         f"optimizer state / weights: {ratio} (elements)",
@@ -140,4 +142,4 @@ def _views(document: dict[str, Any], found: _Statistics) -> list[Any]:
 
 def _table(first: str, sums: Iterable[tuple[str, _Sum]]) -> Any:
     rows = [(name, total.tensors, total.elements, output.size(total.bytes)) for name, total in sums]
-    return output.table([first, "tensors#", "elements#", "size#"], rows)
+    return output.table([first, "tensors#", "elements#", "tensor size#"], rows)

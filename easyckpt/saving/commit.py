@@ -37,23 +37,23 @@ class CommitContext:
 
 
 def commit(context: CommitContext, flush: Flush, files: Mapping[str, tuple[int, str]], manifest: Manifest) -> int:
-    """Make `flush` real. Returns the bytes committed.
+    """Make `flush` real. Returns the bytes of all ranks' files: the size of the checkpoint, wherever it is told.
 
     Raises SaveFailed, NotShared, LeaseLost or OSError when it certainly is not, OutcomeUnknown when it may be.
     """
     storage, naming = context.storage, context.naming
     temporary, final = naming.temporary(flush.step, flush.attempt), naming.committed(flush.step)
+    size = sum(size for size, _ in files.values())
     failpoints.hit(REPORTED)
     _check_files(storage, temporary, files)
     context.check_lease()
     if _is_committed(context, final, manifest):
         storage.sync_dir("")  # an earlier attempt was renamed, and may not have come to this
         storage.remove_tree(temporary)
-        return sum(size for size, _ in files.values())
+        return size
     _make_way(context, final)
     with storage.create(f"{temporary}/{layout.MANIFEST}") as file:
-        data = manifest.to_bytes()
-        file.write_at(memoryview(data), 0)
+        file.write_at(memoryview(manifest.to_bytes()), 0)
         file.sync()
     failpoints.hit(MANIFEST_WRITTEN)
     storage.sync_dir(temporary)
@@ -61,7 +61,7 @@ def commit(context: CommitContext, flush: Flush, files: Mapping[str, tuple[int, 
     context.check_lease()
     _make_real(storage, temporary, final, flush)
     _point_to(context, final)
-    return sum(size for size, _ in files.values()) + len(data)
+    return size
 
 
 def build_manifest(

@@ -121,7 +121,7 @@ def _rank_table(ranks: Sequence[dict[str, Any]]) -> Table:
         "steps/s#",
         "sealed/skipped/discarded#",
         "in memory#",
-        "size#",
+        "snapshot size#",
         "ms held up#",
         "slots#",
     ]
@@ -152,10 +152,13 @@ def _storage_lines(document: dict[str, Any]) -> list[str]:
         lines.append(f"last commit: step {commit['step']}, {_ago(commit['age'])}, {took}{rate}")
     checkpoints = document["checkpoints"]
     newest = checkpoints["newest"]
-    lines.append(
-        f"checkpoints: {checkpoints['count']}" + ("" if newest is None else f", newest: step {newest['step']}")
-    )
+    lines.append(f"checkpoints: {checkpoints['count']}" + ("" if newest is None else f", newest: {_newest(newest)}"))
     return lines
+
+
+def _newest(newest: dict[str, Any]) -> str:
+    what = newest["problem"] if "problem" in newest else output.size(newest["bytes"])
+    return f"step {newest['step']}, {what}"
 
 
 def _metrics_lines(metrics: dict[str, Any] | None) -> list[str]:
