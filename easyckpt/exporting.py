@@ -5,7 +5,7 @@ The checkpoint is only read. The file is written beside its final name, made dur
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import math
 import mmap
 import secrets
@@ -22,8 +22,8 @@ from easyckpt.format.codec import Path, path_text
 from easyckpt.format.dtypes import DTYPES, ITEM_BYTES, dtype_name
 from easyckpt.format.flat import Container
 from easyckpt.format.safetensors import make_header
-from easyckpt.pieces import logical_pieces, stored_pieces
-from easyckpt.storage.base import ALIGNMENT, FileWriter
+from easyckpt.pieces import logical_pieces, memory_of, stored_pieces
+from easyckpt.storage.base import ALIGNMENT, Buffer, FileReader, FileWriter, WritableBuffer
 from easyckpt.storage.local import LocalStorage
 
 _BUFFER = 8 << 20
@@ -103,12 +103,13 @@ def export(weights: list[Weight], path: str, result: Exported, on_bytes: OnBytes
     """
     directory, _, name = path.rpartition("/")
     storage = LocalStorage(directory or "/" if path.startswith("/") else directory or ".")
+    scratch = _Scratch(storage.root, layout.temp_file(name, secrets.token_hex(8)))
     temporary = layout.temp_file(name, secrets.token_hex(8))
     writer = storage.create(temporary)
     try:
-        with writer, _Stream(writer, on_bytes) as stream:
+        with writer, _Stream(writer, on_bytes) as stream, scratch:
             if layout.weights_format(name) == "safetensors":
-                _write_safetensors(weights, stream, result)
+                _write_safetensors(weights, stream, result, scratch)
             else:
                 _write_torch(weights, stream, result)
             result.file_bytes = stream.finish()
@@ -120,12 +121,12 @@ def export(weights: list[Weight], path: str, result: Exported, on_bytes: OnBytes
         raise
 
 
-def _write_safetensors(weights: list[Weight], stream: _Stream, result: Exported) -> None:
+def _write_safetensors(weights: list[Weight], stream: _Stream, result: Exported, scratch: _Scratch) -> None:
     """Tied tensors are written under each of their names: load_state_dict(strict=True) asks for all of them."""
     weights = sorted(weights, key=lambda weight: -ITEM_BYTES[weight.dtype])  # so that all are aligned
     stream.write(memoryview(make_header(((w.key, w.dtype, w.shape) for w in weights), {"format": "pt"})))
     for weight in weights:
-        for piece in _cast(weight, logical_pieces(weight.stretch), result):
+        for piece in _cast(weight, logical_pieces(weight.stretch, scratch), result):
             stream.write(piece)
 
 
@@ -153,7 +154,7 @@ def _cast(weight: Weight, pieces: Iterator[torch.Tensor], result: Exported) -> I
     source, target = DTYPES[weight.stretch.spec.dtype], DTYPES[weight.dtype]
     for data in pieces:
         if source is target:
-            yield _bytes(data)
+            yield memory_of(data)
             continue
         # Small pieces: what is made on the way comes from the same memory again and again.
         for begin in range(0, data.numel(), _CAST * source.itemsize):
@@ -164,12 +165,7 @@ def _cast(weight: Weight, pieces: Iterator[torch.Tensor], result: Exported) -> I
             lost = int((cast.isinf() & ~values.isinf()).sum())
             if lost:
                 result.overflows[weight.key] = result.overflows.get(weight.key, 0) + lost
-            yield _bytes(cast.view(torch.uint8))
-
-
-def _bytes(data: torch.Tensor) -> memoryview:
-    """The memory of `data`, flat uint8, which must outlive what looks at it. (Torch may be without numpy.)"""
-    return memoryview((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())).cast("B")
+            yield memory_of(cast.view(torch.uint8))
 
 
 class _Stream:
@@ -209,3 +205,35 @@ class _Stream:
     def __exit__(self, *_: object) -> None:
         self._view.release()
         self._memory.close()
+
+
+class _Scratch:
+    """A file beside the one that is written, made when it is needed, without a name: nothing of it stays behind."""
+
+    def __init__(self, directory: str, name: str) -> None:
+        self._storage, self._name = LocalStorage(directory, direct_io=False), name
+        self._closing = contextlib.ExitStack()
+        self._files: tuple[FileWriter, FileReader] | None = None
+
+    def write_at(self, buffer: Buffer, offset: int) -> None:
+        """Write all of `buffer`, to whatever place."""
+        self._opened()[0].write_at(buffer, offset)
+
+    def read_into(self, buffer: WritableBuffer, offset: int) -> int:
+        """Read what was written."""
+        return self._opened()[1].read_into(buffer, offset)
+
+    def _opened(self) -> tuple[FileWriter, FileReader]:
+        if self._files is None:
+            writer = self._closing.enter_context(self._storage.create(self._name))
+            try:
+                self._files = writer, self._closing.enter_context(self._storage.reader(self._name))
+            finally:
+                self._storage.remove(self._name)
+        return self._files
+
+    def __enter__(self) -> _Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()

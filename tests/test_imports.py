@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verification": BELOW | {"storage", "catalog"},
     "contents": ROOMS_BELOW_SAVING | {"loading"},
     "tensorfiles": BELOW | {"contents", "state", "storage", "memory"},
-    "pieces": BELOW | {"contents"},
+    "pieces": BELOW | {"contents", "storage"},
     "tensor_comparison": BELOW | {"contents", "pieces"},
     "comparison": BELOW | {"storage", "catalog", "contents", "tensor_comparison"},
     "exporting": BELOW | {"storage", "catalog", "contents", "pieces", "exporting_torch"},

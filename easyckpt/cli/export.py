@@ -54,7 +54,8 @@ def export(
 
     Floating tensors are cast, all others kept; keys are those of the module's state_dict, so that load_state_dict
     takes what torch.load(OUT, weights_only=True) or safetensors' load_file(OUT) gives. Tied weights stay tied in a
-    .pth; in safetensors, which knows no ties, they are written under each of their names. Of several ranks: rank 0's.
+    .pth; in safetensors, which knows no ties, they are written under each of their names, and a large transposed tensor
+    takes as much disk space again beside OUT while it is written. Of several ranks: rank 0's.
 
     Exit codes: 0 written; 1 the checkpoint is damaged; 2 bad input. Nothing is written then.
 
