@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ import easyckpt
 from easyckpt import catalog, failpoints
 from easyckpt.errors import UsageError
 from easyckpt.format import layout as names
-from easyckpt.saving.pins import pin
+from easyckpt.saving.pins import pin, unpin
 from easyckpt.saving.policy import Policy
 from easyckpt.saving.retention import apply_retention
 from easyckpt.storage.local import LocalStorage
@@ -192,20 +193,98 @@ def test_a_pin_that_comes_after_the_rename_says_that_the_step_is_gone(storage, m
     assert catalog.pinned_steps(storage) == set()
 
 
+def at_pin(monkeypatch, before=lambda: None, after=lambda: None):
+    """Have something done right before, or after, the next pin's file is made."""
+    real = LocalStorage.create
+
+    def create(self, path):
+        monkeypatch.setattr(LocalStorage, "create", real)
+        before()
+        made = real(self, path)
+        after()
+        return made
+
+    monkeypatch.setattr(LocalStorage, "create", create)
+
+
 def test_a_pin_that_meets_the_rename_half_way_never_passes_for_one_that_holds(storage, monkeypatch):
     """The step goes between pin's look at it and the pin: either it comes back, or pin says that it is gone."""
     commit(storage, 10, 20, 30)
-    real = LocalStorage.append
-
-    def append(self, path, data):
-        monkeypatch.setattr(LocalStorage, "append", real)
-        assert retain(storage, newest=1) == [10, 20]
-        real(self, path, data)
-
-    monkeypatch.setattr(LocalStorage, "append", append)
+    at_pin(monkeypatch, before=lambda: retain(storage, newest=1))
     with pytest.raises(UsageError, match="no checkpoint of step 10 is committed"):
         pin(storage, NATIVE, 10)
     assert catalog.pinned_steps(storage) == set()
+
+
+def test_of_two_pins_at_once_one_has_set_it(storage, monkeypatch):
+    commit(storage, 10)
+    others = []
+    at_pin(monkeypatch, before=lambda: others.append(pin(storage, NATIVE, 10)))
+    assert pin(storage, NATIVE, 10) is False
+    assert others == [True]
+    assert catalog.pinned_steps(storage) == {10}
+
+
+def test_of_two_unpins_at_once_one_has_taken_it_away(storage, monkeypatch):
+    commit(storage, 10)
+    pin(storage, NATIVE, 10)
+    real, others = LocalStorage.remove, []
+
+    def remove(self, path):
+        monkeypatch.setattr(LocalStorage, "remove", real)
+        others.append(unpin(storage, 10))
+        real(self, path)
+
+    monkeypatch.setattr(LocalStorage, "remove", remove)
+    assert unpin(storage, 10) is False
+    assert others == [True]
+
+
+def test_a_pin_that_finds_the_step_in_the_trash_takes_no_other_pin_away(storage, monkeypatch):
+    """Retention decides; two pins come; one is told that it holds, the other one meets the step in the trash."""
+    commit(storage, 10, 20, 30)
+    decided, renamed, rename, go_on = (threading.Event() for _ in range(4))
+    looks = iter([(decided, rename), (renamed, go_on)])
+
+    def check_lease():  # before each rename
+        reached, let_go = next(looks, (None, None))
+        if reached is not None and let_go is not None:
+            reached.set()
+            assert let_go.wait(30)
+
+    def retention():
+        found = catalog.scan(storage, NATIVE)
+        apply_retention(storage, NATIVE, found, policy=Policy(newest=1), check_lease=check_lease)
+
+    others = []
+
+    def another_pin_then_the_rename():
+        others.append(pin(storage, NATIVE, 10))
+        rename.set()
+        assert renamed.wait(30)
+
+    real = LocalStorage.listdir
+
+    def listdir(self, path):  # by a pin that looks into the trash
+        names_there = real(self, path)
+        if renamed.is_set():
+            go_on.set()
+        return names_there
+
+    thread = threading.Thread(target=retention)
+    thread.start()
+    try:
+        assert decided.wait(30)
+        monkeypatch.setattr(LocalStorage, "listdir", listdir)
+        at_pin(monkeypatch, after=another_pin_then_the_rename)
+        assert pin(storage, NATIVE, 10) is True
+        assert others == [False]
+    finally:
+        rename.set()
+        go_on.set()
+        thread.join()
+    assert catalog.pinned_steps(storage) == {10}
+    assert steps(catalog.scan(storage, NATIVE).committed()) == [10, 30]
 
 
 # Timelines.
