@@ -17,7 +17,8 @@ from easyckpt.cli.doctor.finding import Finding
 from easyckpt.version import VERSION
 
 AREA = "machine"
-_COPY_BYTES = 256 << 20
+#: Beyond the caches, and no more than that: it is there twice.
+_COPY_BYTES = 64 << 20
 _OLDEST_TORCH, _OLDEST_PYTHON, _NEWEST_PYTHON = (2, 6), (3, 10), (3, 13)
 _SLOW_LOOKUP_SECONDS = 1.0
 
