@@ -116,8 +116,9 @@ def test_an_owner_that_was_killed_is_said_to_be_dead_and_nothing_is_written(job,
     assert "owned by" not in first
     assert f"process {killed.process.pid} on {socket.gethostname()} is dead" in first
     assert (everything_in(tmp_path), everything_in(memory_dir)) == before
-    write(tmp_path / "exp", 0, lines(0, FlushBegun(step=6, time=time.time())))
-    assert "step 6 was under way when the job ended" in run("watch", tmp_path / "exp").out
+    for step, how in ((4, "committed"), (6, "under way")):
+        write(tmp_path / "exp", 0, lines(0, FlushBegun(step=step, time=time.time())))
+        assert f"step {step} was {how} when the job ended" in run("watch", tmp_path / "exp").out
 
 
 @pytest.mark.parametrize(("silent", "gone"), [(10.0, False), (3600.0, True)])

@@ -93,10 +93,6 @@ def _owner(lease: dict[str, Any] | None) -> str:
     return text
 
 
-def _may_live(lease: dict[str, Any] | None) -> bool:
-    return lease is not None and lease["alive"] is not False
-
-
 def _rank_table(ranks: Sequence[dict[str, Any]]) -> Table:
     shown = sorted(ranks, key=lambda rank: -1 if rank["step"] is None else rank["step"])[:_ROWS]
     rows = []
@@ -132,12 +128,9 @@ def _storage_lines(document: dict[str, Any]) -> list[str]:
     lines = []
     if document["ranks"]:
         first = document["ranks"][0]
-        flushes, running, started = first["flushes"], first["flushes"]["running"], first["started"]
-        now = "none running" if running is None else f"step {running['step']} running for {running['seconds']:.1f} s"
-        if running is not None and not _may_live(document["lease"]):
-            now = f"step {running['step']} was under way when the job ended"
+        flushes, started = first["flushes"], first["started"]
         counts = ", ".join(f"{flushes[name]} {name}" for name in ("committed", "failed", "skipped"))
-        lines.append(f"flushes: {counts}; {now}")
+        lines.append(f"flushes: {counts}; {_flushing(flushes['running'], document)}")
         if started is not None:
             origin = (
                 "from nothing" if started["tier"] == "none" else f"at step {started['step']} from {started['tier']}"
@@ -154,6 +147,18 @@ def _storage_lines(document: dict[str, Any]) -> list[str]:
     newest = checkpoints["newest"]
     lines.append(f"checkpoints: {checkpoints['count']}" + ("" if newest is None else f", newest: {_newest(newest)}"))
     return lines
+
+
+def _flushing(running: dict[str, Any] | None, document: dict[str, Any]) -> str:
+    """The flush that was begun last and has not ended, as far as the events tell."""
+    if running is None:
+        return "none running"
+    lease, newest = document["lease"], document["checkpoints"]["newest"]
+    if lease is not None and lease["alive"] is not False:
+        return f"step {running['step']} running for {running['seconds']:.1f} s"
+    # A job that is killed may not have come to writing down its last commit.
+    done = newest is not None and "problem" not in newest and newest["step"] >= running["step"]
+    return f"step {running['step']} was {'committed' if done else 'under way'} when the job ended"
 
 
 def _newest(newest: dict[str, Any]) -> str:
