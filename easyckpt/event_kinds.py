@@ -14,6 +14,8 @@ WITHOUT = "without"
 ENOUGH_TO_JUDGE = 100
 #: Different reasons that a summary names.
 REASONS_TOLD = 3
+#: Why a flush is skipped where storage is slower than flushes are due.
+STILL_RUNNING = "the flush before was still running"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,9 +179,15 @@ def reason_of(event: Event) -> str | None:
     return f"{type(event).__name__}: {event.reason}" if hasattr(event, "reason") else None
 
 
-def in_plain_words(event: SnapshotSkipped | SnapshotDiscarded, stats: Stats) -> tuple[str, str]:
-    """What it means for the user that a snapshot was missed as `event` says; and a key, to say it once."""
+def in_plain_words(event: SnapshotSkipped | SnapshotDiscarded | FlushSkipped, stats: Stats) -> tuple[str, str]:
+    """What it means for the user that something was missed as `event` says; and a key, to say it once."""
     key = str(reason_of(event))
+    if isinstance(event, FlushSkipped):
+        return f"about {key}", (
+            "due flushes are skipped while the one before is being written, so that training is not held up: the next "
+            "due step is flushed, and a clean end commits the newest. To skip none, set a larger save_storage_interval "
+            'or back_pressure="wait"'
+        )
     begun, skipped = stats.counts.get("SnapshotBegun", 0), stats.counts.get("SnapshotSkipped", 0)
     so_far = f"{stats.reasons.get(key, 1)} of {begun + skipped} snapshots so far"
     if isinstance(event, SnapshotDiscarded):

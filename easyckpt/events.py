@@ -18,6 +18,7 @@ from typing import Final
 
 from easyckpt.errors import ConfigError
 from easyckpt.event_kinds import (
+    STILL_RUNNING,
     Event,
     FlushBegun,
     FlushCommitted,
@@ -227,7 +228,12 @@ class EventLog:
         for event in events:
             text = event.message if isinstance(event, Warned) else to_line(event)
             self._log(self._level(event), event.time, text)
-        missed = [event for event in events if isinstance(event, (SnapshotSkipped, SnapshotDiscarded))]
+        missed = [
+            event
+            for event in events
+            if isinstance(event, (SnapshotSkipped, SnapshotDiscarded))
+            or (isinstance(event, FlushSkipped) and event.reason == STILL_RUNNING)
+        ]
         for event in {reason_of(event): event for event in missed}.values():
             key, text = in_plain_words(event, self.stats())
             if self._times(key) == 1:  # once: that a few are missed is no fault

@@ -71,6 +71,9 @@ def test_an_exact_job_passes_from_both_tiers_and_is_told_what_each_part_is_worth
         assert run["compared_steps"] == [14, 16, 18, 20, 22, 24]
         assert {metric["name"]: metric["equal"] for metric in run["metrics"]} == {"loss": True, "seconds": False}
     assert report["not_compared"] == {"unseeded_generators": [], "metrics": ["seconds"]}
+    assert report["straight_runs"]["identical"]
+    assert "audit: run 1: straight, to step 24" in found.said
+    assert "audit: run 11 of 11: memory, to step 24" in found.said
     assert [run["run"] for run in report["without"]] == [f"without-{name}" for name in names]
     for run in report["without"]:
         assert not run["identical"], run["run"]
@@ -88,6 +91,10 @@ def test_an_exact_job_passes_from_both_tiers_and_is_told_what_each_part_is_worth
 
 MISTAKES = {
     "forgets the generator": ("torch.Generator that is not part of the state (the attribute", '"generator": generator'),
+    "forgets NumPy's generator": (
+        "a numpy.Generator that is not part of the state (the global jitter of __main__) is not where it was",
+        '"generator": generator',
+    ),
     "seeds its sampler anew": ("the batches of the loader 'train' are others", "hand its sampler over"),
     "counts the schedule from zero": ("the learning rate of 'optimizer' is", "hand the scheduler over"),
     "reads by a counter of its own": ("'loss' differs in the first step after the resume", "where the data are"),
@@ -170,6 +177,15 @@ def test_components_may_be_called_anything(audit):
     assert [run["run"] for run in found.report["without"]] == [f"without-{name}" for name in names]
 
 
+@pytest.mark.soak
+def test_a_part_without_which_the_command_fails_is_said_and_the_verdict_is_given_all_the_same(audit):
+    found = audit("cannot do without its noise", "--tier", "storage")
+    assert found.code == 0, found.printed + found.said
+    assert found.report["verdict"] == "exact"
+    assert "where is my noise?" in found.report["failed_without"]["noise"]
+    assert "| noise | the command fails then |  |" in (found.out / "report.md").read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_an_audit_that_is_ended_leaves_no_process_and_no_memory(tmp_path, memory_dir, number):
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "EASYCKPT_MEMORY_DIR": str(memory_dir)}
@@ -200,7 +216,7 @@ def test_a_command_that_fails_is_said_with_its_last_lines(audit):
 def test_a_command_that_never_loads_is_told_to(audit):
     found = audit("never loads", "--no-parts", "--tier", "storage")
     assert found.code == 4
-    assert "load()" in found.printed
+    assert "storage: it has called no load(), which a job that resumes needs" in found.printed
 
 
 def test_a_command_without_a_checkpointer_is_bad_input(audit):

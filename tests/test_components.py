@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from support.images import problems, restore, round_trip, snapshot
@@ -69,6 +70,7 @@ def test_kinds_are_told_apart():
         "optimizer": optimizer,
         "scaler": torch.amp.GradScaler("cpu"),
         "generator": torch.Generator(),
+        "own generator": np.random.default_rng(0),
         "container": {},
     }
     assert {kind: make_component("x", target).kind for kind, target in kinds.items()} == {k: k for k in kinds}

@@ -237,7 +237,9 @@ def test_skipped_flushes_warn_less_and_less_often(tmp_path):
         log.emit(FlushSkipped(step=step, reason="the flush before was still running"))
     log.close()
     warnings = [line for line in path.read_text().splitlines() if "WARNING" in line]
-    assert len(warnings) == 7  # 1, 2, 4, ..., 64
+    (advice,) = [line for line in warnings if 'back_pressure="wait"' in line]
+    assert "save_storage_interval" in advice
+    assert len(warnings) == 7 + 1  # 1, 2, 4, ..., 64, and once what to do
 
 
 def test_failures_are_loud_every_time(tmp_path):

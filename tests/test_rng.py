@@ -114,6 +114,26 @@ def test_states_that_are_none_are_found_before_anything_changes():
             problems(image)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["state"].update(pos=10**6),  # NumPy would read there
+        lambda state: state["state"].update(key=torch.zeros(3, dtype=torch.int64)),
+        lambda state: state.pop("gauss"),
+        lambda state: state.update(bit_generator="PCG64"),
+        lambda state: state.update(gauss="x"),
+    ],
+)
+def test_a_state_of_numpy_that_is_none_is_found_before_anything_changes(change):
+    component = RngComponent()
+    value = component.value()
+    change(value["numpy"])
+    component.value = lambda: value
+    image = image_of(StateCapture({"c": {}}, extra={RNG: component}).capture())
+    with pytest.raises(DamagedCheckpoint, match="NumPy's generator is malformed"):
+        problems(image, c={})
+
+
 def test_generators_of_the_users_own_are_components():
     generator, fresh = torch.Generator(), torch.Generator()
     generator.manual_seed(5)

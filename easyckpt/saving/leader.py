@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from easyckpt.event_kinds import STILL_RUNNING
 from easyckpt.saving.attempt import Attempt, Work, attempt_name
 from easyckpt.saving.failures import missing_at_the_end
 from easyckpt.saving.messages import Board, Decision, Flush, Post
@@ -235,7 +236,7 @@ class Leader:
         running = self._active.flush.step  # for a signal: may make this very step durable
         for due in [due for due in self._dues if not due.forced and due.step != running]:
             self._dues.remove(due)
-            self._decide_due(due, "skipped", "the flush before was still running")
+            self._decide_due(due, "skipped", STILL_RUNNING)
 
     def _close_due(self, due: Due, outcome: Literal["failed", "skipped"], reason: str) -> None:
         self._dues.popleft()

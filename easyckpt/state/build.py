@@ -10,6 +10,7 @@ from torch import nn
 
 from easyckpt.errors import ConfigError
 from easyckpt.state.components import Component, check_name
+from easyckpt.state.generators import own_kinds
 from easyckpt.state.modules import ModuleComponent, unwrap
 from easyckpt.state.objects import (
     FILLABLE,
@@ -19,6 +20,7 @@ from easyckpt.state.objects import (
     ScalerComponent,
 )
 from easyckpt.state.optimizers import OptimizerComponent, is_native
+from easyckpt.state.own_generators import OwnGeneratorComponent
 
 
 def make_component(name: str, target: Any) -> Component:
@@ -33,6 +35,8 @@ def make_component(name: str, target: Any) -> Component:
         return ScalerComponent(name, target)
     if isinstance(target, torch.Generator):
         return GeneratorComponent(name, target)
+    if type(target) in own_kinds():
+        return OwnGeneratorComponent(name, target)
     if callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):
         return ForeignComponent(name, target)
     if isinstance(target, FILLABLE):

@@ -22,6 +22,14 @@ def content_digest(value: Any) -> str:
     return digest.hexdigest()
 
 
+def digest_of(value: Any) -> str:
+    """The same, where no value of the user's may be an error."""
+    try:
+        return content_digest(value)
+    except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+        return f"not digestible: {type(error).__name__}"
+
+
 def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         _feed_tensor(digest, value.detach())

@@ -1,14 +1,17 @@
-"""The global generators of this process (Python, NumPy, torch) as plain values and tensors: read, put back, seeded."""
+"""Generators of random numbers as plain values and tensors: the global ones of this process, and the user's own."""
 
 from __future__ import annotations
 
 import array
+import numbers
 import random
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+_MT19937_WORDS, _PHILOX_BUFFER = 624, 4
 
 
 def host_generators() -> dict[str, Any]:
@@ -49,6 +52,13 @@ def _python_state() -> dict[str, Any]:
     return {"version": version, "words": torch.frombuffer(array.array("q", words), dtype=torch.int64), "gauss": gauss}
 
 
+def live_numpy_state() -> dict[str, Any]:
+    """What `host_generators` has of NumPy, which is imported for it."""
+    import numpy as np  # noqa: PLC0415  (only where the saved job had it in use)
+
+    return _numpy_state(np)
+
+
 def _numpy_state(numpy: Any) -> dict[str, Any]:
     state: dict[str, Any] = numpy.random.get_state(legacy=False)
     if state["bit_generator"] == "MT19937":  # its words as a tensor: that costs less at each save
@@ -65,3 +75,77 @@ def _set_numpy_state(state: dict[str, Any]) -> None:
         words = np.array(key.tolist(), dtype=np.uint32)
         state = {**state, "state": {**state["state"], "key": words}}
     np.random.set_state(state)
+
+
+def own_kinds() -> tuple[type, ...]:
+    """Classes of generators that a program may make of Python's and NumPy's; the latter only where NumPy is in use.
+
+    Exact ones: a subclass may hold more than its state says, or (SystemRandom) have none.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not hasattr(numpy, "random"):
+        return (random.Random,)
+    return (random.Random, numpy.random.Generator, numpy.random.RandomState)
+
+
+def global_generators() -> tuple[Any, ...]:
+    """The objects behind the functions of `random` and `numpy.random`, whose states `host_generators` reads."""
+    found = [random.random.__self__]  # type: ignore[attr-defined]
+    if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
+        found.append(numpy.random.get_state.__self__)
+    return tuple(found)
+
+
+def own_state(generator: Any) -> dict[str, Any]:
+    """All that decides what a generator of `own_kinds` draws next, as plain values and arrays."""
+    if isinstance(generator, random.Random):
+        version, words, gauss = generator.getstate()
+        return {"version": version, "words": array.array("q", words).tobytes(), "gauss": gauss}
+    of_numpy: dict[str, Any] = (
+        generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
+    )
+    return of_numpy
+
+
+def set_own_state(generator: Any, state: Mapping[str, Any]) -> None:
+    """Put back what `own_state` returned. Raises ValueError where it cannot be a state of this generator."""
+    try:
+        if isinstance(generator, random.Random):
+            words = array.array("q")
+            words.frombytes(state["words"])
+            generator.setstate((state["version"], tuple(words), state["gauss"]))
+            return
+        check_numpy_state(state, own_state(generator))
+        if hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
+    except (LookupError, TypeError, OverflowError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def check_numpy_state(state: Any, like: Mapping[str, Any]) -> None:
+    """Raise ValueError where `state` has not the form of `like`, a live state, or a position outside of its buffer.
+
+    NumPy would believe both, and read beyond the ends of arrays.
+    """
+    if not _same_form(state, like):
+        raise ValueError(f"not the form of a state of {like['bit_generator']}")
+    for position, length in ((state["state"].get("pos"), _MT19937_WORDS), (state.get("buffer_pos"), _PHILOX_BUFFER)):
+        if position is not None and not 0 <= position <= length:
+            raise ValueError(f"a position of {position} in {length} words")
+
+
+def _same_form(value: Any, like: Any) -> bool:
+    if isinstance(like, Mapping):
+        return (
+            isinstance(value, Mapping)
+            and value.keys() == like.keys()
+            and all(_same_form(value[key], like[key]) for key in like)
+        )
+    if hasattr(like, "dtype"):  # an array, or a tensor in its place
+        return type(value) is type(like) and value.dtype == like.dtype and value.shape == like.shape
+    if isinstance(like, str):
+        return bool(value == like)
+    kind = numbers.Integral if isinstance(like, numbers.Integral) else numbers.Real
+    return isinstance(value, kind) and not isinstance(value, bool)

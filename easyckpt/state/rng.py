@@ -12,7 +12,13 @@ from typing_extensions import override
 
 from easyckpt.format.codec import Json
 from easyckpt.state.components import Fetch, Ref, Saved, owned
-from easyckpt.state.generators import cuda_generators, host_generators, set_host_generators
+from easyckpt.state.generators import (
+    check_numpy_state,
+    cuda_generators,
+    host_generators,
+    live_numpy_state,
+    set_host_generators,
+)
 from easyckpt.state.objects import EncodedComponent
 
 #: The component that every state has without being asked.
@@ -51,8 +57,8 @@ class RngComponent(EncodedComponent):
         if not _is_state(saved, fields.raw("torch"), "uint8", torch.get_rng_state().numel()):
             raise saved.damaged("the state of torch's generator is malformed")
         others = saved.decode(saved.dynamic)
-        if not isinstance(others.get("numpy", {}), dict):
-            raise saved.damaged("the state of NumPy's generator is malformed")
+        if "numpy" in others:
+            _check_numpy(saved, fields.raw("numpy"))
         cuda = others.get("cuda", [])
         if not isinstance(cuda, list) or not all(isinstance(ref, Ref) and ref.leaf.dtype == "uint8" for ref in cuda):
             raise saved.damaged("the states of the CUDA generators are malformed")
@@ -61,6 +67,13 @@ class RngComponent(EncodedComponent):
     @override
     def apply(self, saved: Saved, fetch: Fetch, *, strict: bool) -> None:
         put_back(saved.decode(saved.dynamic, owned(saved, fetch, "cpu")))
+
+
+def _check_numpy(saved: Saved, tree: Json) -> None:
+    try:
+        check_numpy_state(saved.decode(tree, saved.stand_in), live_numpy_state())
+    except ValueError as error:
+        raise saved.damaged(f"the state of NumPy's generator is malformed: {error}") from error
 
 
 def _is_state(saved: Saved, tree: Json, dtype: str, length: int) -> bool:

@@ -58,6 +58,8 @@ if "RANK" in os.environ:
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
 noise = torch.Generator().manual_seed(7 + rank)
+_FRESH = noise.get_state()
+jitter = np.random.default_rng(5 + rank)
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "noise": noise}
 if mistake == "names with slashes":
     state = {"model": model, "a/b": optimizer, "../..": scheduler, "é": noise}
@@ -68,6 +70,8 @@ if mistake == "counts the schedule from zero":
 
 with easyckpt.Checkpointer(root, state, save_storage_interval=10, log_file_path=f"{root}.log") as checkpointer:
     step = 0 if mistake == "never loads" else checkpointer.load().step
+    if mistake == "cannot do without its noise" and step and noise.get_state().equal(_FRESH):
+        sys.exit("where is my noise?")
     seeds = mistake == "seeds in its loop"
     position = logs = 0  # of a program that counts by itself
     sampler = OwnOrder(len(data)) if mistake == "seeds its sampler anew" else None
@@ -78,6 +82,8 @@ with easyckpt.Checkpointer(root, state, save_storage_interval=10, log_file_path=
             if seeds:
                 torch.manual_seed(rank)
                 seeds = False
+            if mistake == "forgets NumPy's generator":
+                x = x + float(jitter.normal())
             if mistake == "reads by a counter of its own":
                 x, y = data[[(8 * position + n) % 64 for n in range(8)]]
                 position += 1

@@ -37,7 +37,8 @@ def culprit(
 ) -> Culprit | None:
     """The first difference decides; of those at one step, the one that causes the others. None: nothing differs.
 
-    `unseeded`: global generators that nobody has seeded. `unrepeated`: metrics that never repeat.
+    `unseeded`: generators that the straight runs do not share, global ones or strangers. `unrepeated`: metrics that
+    never repeat.
     """
     if found.loaded is None and resumed:
         return Culprit("nothing was restored", None, 0, "call load() before the training loop, and start at its step")
@@ -73,12 +74,13 @@ def _state_comes_first(found: Findings, step: int, without: Collection[str]) -> 
     return min([*metrics, *parts], default=step) < step
 
 
-def _stranger(mine: Note, theirs: Note, _: Collection[str]) -> tuple[str, str] | None:
-    place = _first_unlike(mine["strangers"], theirs["strangers"])
-    if place is None:
+def _stranger(mine: Note, theirs: Note, without: Collection[str]) -> tuple[str, str] | None:
+    found = _first_unlike(mine["strangers"], theirs["strangers"], without)
+    if found is None:
         return None
+    kind, _, place = found.partition(", ")
     return (
-        f"a torch.Generator that is not part of the state ({place}) is not where it was",
+        f"a {kind} that is not part of the state ({place}) is not where it was",
         'hand it over: Checkpointer(root, {…, "generator": generator})',
     )
 

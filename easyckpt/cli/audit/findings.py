@@ -128,6 +128,16 @@ def unseeded_generators(one: Sequence[Notes], other: Sequence[Notes]) -> list[st
     return sorted(set(names))
 
 
+def unrepeated_strangers(one: Sequence[Notes], other: Sequence[Notes]) -> list[str]:
+    """Generators outside of the state that differ between two straight runs: the training does not depend on them."""
+    names: set[str] = set()
+    for mine, theirs in zip(one, other, strict=False):
+        for step in mine.steps.keys() & theirs.steps.keys():
+            here, there = mine.steps[step]["strangers"], theirs.steps[step]["strangers"]
+            names |= {name for name in here.keys() & there.keys() if here[name] != there[name]}
+    return sorted(names)
+
+
 def _counts(difference: Difference, unseeded: Collection[str]) -> bool:
     """Whether it is more than the state of a generator that nobody has seeded, now or when an epoch began."""
     own = difference.path.removeprefix(f"{RNG}.") if difference.component == RNG else ""

@@ -22,6 +22,8 @@ class Notes:
     loaded: int | None = None
     """The step that was restored; None: the program has called no load."""
     tier: str | None = None
+    loads: int = 0
+    """How many loads there have been, in earlier processes too."""
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Finished step -> what there was after it: see `easyckpt.auditing.Auditor.after`."""
 
@@ -33,7 +35,7 @@ def notes_of(storage: Storage) -> list[Notes]:
         notes = Notes()
         for line in _lines(storage, layout.audit_file(len(ranks))):
             if "loaded" in line:
-                notes = Notes(line["loaded"], line["tier"])
+                notes = Notes(line["loaded"], line["tier"], notes.loads + 1)
             else:
                 notes.steps[int(line["step"])] = line
         ranks.append(notes)

@@ -32,6 +32,8 @@ class Audit:
     """Once for each tier."""
     without: list[Findings] = field(default_factory=list)
     """Once for each part that was left out; the name says which."""
+    failed_without: dict[str, str] = field(default_factory=dict)
+    """Parts without which the command fails, with what it said."""
     unseeded: list[str] = field(default_factory=list)
     """Global generators that nobody has seeded."""
     unrepeated: list[str] = field(default_factory=list)
@@ -60,19 +62,20 @@ def document(audit: Audit) -> dict[str, Any]:
         "ended": audit.ended,
         "killed": None if audit.killed is None else asdict(audit.killed),
         "not_compared": {"unseeded_generators": audit.unseeded, "metrics": audit.unrepeated},
-        "straight_runs": None if audit.twice is None else _found(audit.twice, audit.why, audit),
+        "straight_runs": None if audit.twice is None else _found(audit.twice, audit.why, audit, resumed=False),
         "resumed": [_found(found, why, audit) for found, why in audit.resumed],
         "without": [_found(found, None, audit) for found in audit.without],
+        "failed_without": audit.failed_without,
         "not_tried": audit.wrong_tier,
     }
 
 
-def _found(found: Findings, why: Culprit | None, audit: Audit) -> dict[str, Any]:
+def _found(found: Findings, why: Culprit | None, audit: Audit, *, resumed: bool = True) -> dict[str, Any]:
     return {
         "run": found.name,
         "restored_step": found.loaded,
         "tier": found.tier,
-        "identical": found.tier is not None and found.identical(audit.unrepeated),
+        "identical": (found.tier is not None or not resumed) and found.identical(audit.unrepeated),
         "compared_steps": found.steps,
         "components": [
             {
@@ -137,9 +140,11 @@ def tables(audit: Audit) -> list[tuple[str, Sequence[str], list[Sequence[object]
     for resumed, _ in audit.resumed:
         title = f"resumed from {resumed.tier} at step {resumed.loaded}, against the straight run"
         found.append((title, _COLUMNS, _rows(resumed, audit)))
-    if audit.without:
-        columns = ["left out of the resume", "components that differ then", "largest difference#", "in the metrics#"]
-        found.append(("what each part is worth", columns, [_worth(each, audit) for each in audit.without]))
+    rows = [_worth(each, audit) for each in audit.without]
+    rows += [(spoken(name), "the command fails then", "") for name in audit.failed_without]
+    if rows:
+        columns = ["left out of the resume", "components that differ then, by how much at most", "logged numbers"]
+        found.append(("what each part is worth", columns, rows))
     return found
 
 
@@ -160,14 +165,15 @@ def _rows(found: Findings, audit: Audit) -> list[Sequence[object]]:
 
 
 def _worth(found: Findings, audit: Audit) -> Sequence[object]:
-    parts = [part.largest for part in found.parts.values() if part.largest is not None]
-    metrics = [m for m in found.metrics.values() if not m.equal and m.name not in audit.unrepeated]
-    return (
-        spoken(found.name.removeprefix("without-")),
-        ", ".join(map(spoken, found.differing)) or "none",
-        _size(max(parts, default=0.0), not found.differing),
-        _size(max((m.largest for m in metrics if m.largest is not None), default=0.0), not metrics),
-    )
+    """Each component by itself: a weight's difference and a counter's have no common unit."""
+    parts = [(spoken(part.component), part.largest) for part in found.parts.values() if not part.equal]
+    metrics = [(m.name, m.largest) for m in found.metrics.values() if not m.equal and m.name not in audit.unrepeated]
+    return (spoken(found.name.removeprefix("without-")), _by_name(parts), _by_name(metrics))
+
+
+def _by_name(sizes: Sequence[tuple[str, float | None]]) -> str:
+    known = [f"{name}" if largest is None else f"{name}: {_size(largest, False)}" for name, largest in sizes]
+    return ", ".join(known) or "none"
 
 
 def spoken(component: str) -> str:

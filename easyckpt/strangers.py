@@ -1,0 +1,149 @@
+"""Generators of random numbers that live in an audited process, and that nobody has handed over."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from types import FrameType, GeneratorType, ModuleType
+from typing import Any
+
+import torch
+
+from easyckpt.state.content import digest_of
+from easyckpt.state.generators import global_generators, own_kinds, own_state
+
+#: Modules of Python's own whose objects keep a generator for themselves, seeded by the operating system.
+_ASIDE = frozenset({"tempfile"})
+
+
+def state_of(generator: Any) -> Any:
+    """Of any kind of generator, all that decides what it draws next."""
+    return generator.get_state() if isinstance(generator, torch.Generator) else own_state(generator)
+
+
+class Strangers:
+    """The live generators that are not part of the state, with the place where each was found."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Callable[[], Any], str]] = {}
+        """By id: what gives the generator, None once it is gone; and kind and place, in words."""
+
+    def search(self, known: Iterable[Any]) -> None:
+        """Look through the whole process."""
+        ids = {id(generator) for generator in (torch.default_generator, *global_generators(), *known)}
+        found = self._found.items()
+        self._found = {number: each for number, each in found if number not in ids and each[0]() is not None}
+        for generator, place in _generators(ids | self._found.keys()):
+            self._found[id(generator)] = _reference(generator), f"{_kind(generator)}, {place}"
+
+    def generators(self) -> list[Any]:
+        """Those that still live."""
+        return [generator for reference, _ in self._found.values() if (generator := reference()) is not None]
+
+    def digests(self) -> dict[str, str]:
+        """Kind and place -> digest of the state now; generators that are gone are left out."""
+        states: dict[str, str] = {}
+        for number, (reference, place) in list(self._found.items()):
+            generator = reference()
+            if generator is None:
+                del self._found[number]
+                continue
+            name, count = place, 2
+            while name in states:
+                name, count = f"{place} ({count})", count + 1
+            states[name] = digest_of(state_of(generator))
+        return states
+
+
+def _reference(generator: Any) -> Callable[[], Any]:
+    """What gives it and does not keep it alive. NumPy's cannot be held so: these few are kept."""
+    try:
+        return weakref.ref(generator)
+    except TypeError:
+        return lambda: generator
+
+
+def _kind(generator: Any) -> str:
+    kind = type(generator)
+    return f"{kind.__module__.partition('.')[0].lstrip('_')}.{kind.__qualname__}"
+
+
+def _generators(without: Collection[int]) -> Iterator[tuple[Any, str]]:
+    """Those that the garbage collector's objects or the running functions refer to, but for the ids in `without`."""
+    seen, kinds = set(without), (torch.Generator, *own_kinds())
+    for frame in _frames():
+        variables = frame.f_locals
+        for name, value in list(variables.items()):
+            if type(value) in kinds and id(value) not in seen:
+                seen.add(id(value))
+                yield value, f"the variable {name} in {frame.f_code.co_name}() of {_file(frame)}"
+        # A copy (before Python 3.13), which the frame keeps, and the step's tensors with it, unless it is emptied. The
+        # program has the same one where it has called locals(): then somebody else refers to it.
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict and sys.getrefcount(variables) <= 3:
+            variables.clear()
+    for value, container in _reachable():
+        if type(value) in kinds and id(value) not in seen:
+            seen.add(id(value))
+            place = _holder(value, container)
+            if place is not None:
+                yield value, place
+
+
+def _reachable() -> Iterator[tuple[Any, Any]]:
+    """All that the garbage collector's objects refer to (a generator is none of these itself), with what it is in."""
+    for value in gc.get_referents(*gc.get_objects()):
+        # A dict or tuple that holds nothing but such as generators is none of these objects either.
+        if type(value) in (dict, tuple) and not gc.is_tracked(value):
+            yield from ((inner, value) for inner in gc.get_referents(value))
+        else:
+            yield value, None
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename.rpartition("/")[2]
+
+
+def _frames() -> Iterator[FrameType]:
+    for frame in sys._current_frames().values():
+        current: FrameType | None = frame
+        while current is not None:
+            yield current
+            current = current.f_back
+
+
+def _holder(generator: Any, container: Any) -> str | None:
+    """In words, what refers to it, as far as that has a name. None: a module's that trains nothing."""
+    for referrer in gc.get_referrers(generator) if container is None else [container]:
+        if isinstance(referrer, dict):
+            names = [name for name, value in referrer.items() if value is generator]
+            owner = next((o for o in gc.get_referrers(referrer) if _attributes(o) is referrer), None)
+            if type(owner).__module__ in _ASIDE:
+                return None
+            if isinstance(owner, ModuleType):
+                return f"the global {names[0]} of {owner.__name__}"
+            if names:
+                return f"{names[0]!r} of a dict" if owner is None else _attribute(names[0], owner)
+        elif isinstance(referrer, GeneratorType):
+            if referrer.gi_code.co_filename != __file__:
+                return f"a variable of the iterator {referrer.__qualname__}()"
+        elif not isinstance(referrer, (FrameType, type)):
+            names = [name for name, value in _attributes(referrer).items() if value is generator]
+            if names:
+                return None if type(referrer).__module__ in _ASIDE else _attribute(names[0], referrer)
+    return "held by what has no name"
+
+
+def _attributes(owner: object) -> dict[str, Any]:
+    """Its own ones, without running any code of its class."""
+    try:
+        attributes = object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return attributes if isinstance(attributes, dict) else {}
+
+
+def _attribute(name: str, owner: object) -> str:
+    return f"the attribute {name} of a {type(owner).__name__}"
