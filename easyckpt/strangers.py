@@ -32,7 +32,8 @@ class Strangers:
         """By id: what gives the generator, None once it is gone; and kind and place, in words."""
 
     def search(self, known: Iterable[Any]) -> None:
-        """Look through the whole process."""
+        """Look through the whole process, at what still lives."""
+        gc.collect()
         ids = {id(generator) for generator in (torch.default_generator, *global_generators(), *known)}
         found = self._found.items()
         self._found = {number: each for number, each in found if number not in ids and each[0]() is not None}
@@ -73,37 +74,48 @@ def _kind(generator: Any) -> str:
 
 def _generators(without: Collection[int]) -> Iterator[tuple[Any, str]]:
     """Those that the garbage collector's objects or the running functions refer to, but for the ids in `without`."""
-    seen, kinds = set(without), (torch.Generator, *own_kinds())
+    seen, kinds = set(without), frozenset((torch.Generator, *own_kinds()))
     for frame in _frames():
         variables = frame.f_locals
         for name, value in list(variables.items()):
             if type(value) in kinds and id(value) not in seen:
                 seen.add(id(value))
-                yield value, f"the variable {name} in {frame.f_code.co_name}() of {_file(frame)}"
+                yield value, _variable(name, frame)
         # A copy (before Python 3.13), which the frame keeps, and the step's tensors with it, unless it is emptied. The
         # program has the same one where it has called locals(): then somebody else refers to it.
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict and sys.getrefcount(variables) <= 3:
             variables.clear()
-    for value, container in _reachable():
-        if type(value) in kinds and id(value) not in seen:
+    for value, container in _reachable(kinds):
+        if id(value) not in seen:
             seen.add(id(value))
             place = _holder(value, container)
             if place is not None:
                 yield value, place
 
 
-def _reachable() -> Iterator[tuple[Any, Any]]:
-    """All that the garbage collector's objects refer to (a generator is none of these itself), with what it is in."""
-    for value in gc.get_referents(*gc.get_objects()):
-        # A dict or tuple that holds nothing but such as generators is none of these objects either.
-        if type(value) in (dict, tuple) and not gc.is_tracked(value):
-            yield from ((inner, value) for inner in gc.get_referents(value))
-        else:
-            yield value, None
+def _reachable(kinds: Collection[type]) -> list[tuple[Any, Any]]:
+    """All of these kinds that the garbage collector's objects refer to, and what each is in where that is none of them.
+
+    (Torch's generators are no objects of the garbage collector's themselves.)
+    """
+    found: list[tuple[Any, Any]] = []
+    for value in gc.get_referents(*gc.get_objects()):  # a million: nothing more than this for each
+        kind = type(value)
+        if kind in kinds:
+            found.append((value, None))
+        elif (kind is dict or kind is tuple) and not gc.is_tracked(value):  # it holds nothing but such as generators
+            found += [(inner, value) for inner in gc.get_referents(value) if type(inner) in kinds]
+    return found
 
 
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename.rpartition("/")[2]
+def _variable(name: str, frame: FrameType) -> str:
+    if frame.f_code.co_name == "<module>":
+        return _global(name, frame.f_globals.get("__name__"))
+    return f"the variable {name} in {frame.f_code.co_name}() of {frame.f_code.co_filename.rpartition('/')[2]}"
+
+
+def _global(name: str, module: Any) -> str:
+    return f"the global {name} of {module}"
 
 
 def _frames() -> Iterator[FrameType]:
@@ -123,7 +135,7 @@ def _holder(generator: Any, container: Any) -> str | None:
             if type(owner).__module__ in _ASIDE:
                 return None
             if isinstance(owner, ModuleType):
-                return f"the global {names[0]} of {owner.__name__}"
+                return _global(names[0], owner.__name__)
             if names:
                 return f"{names[0]!r} of a dict" if owner is None else _attribute(names[0], owner)
         elif isinstance(referrer, GeneratorType):

@@ -55,6 +55,25 @@ def only(result):
     return result.differences[0]
 
 
+class Celsius(float):
+    """A float to one codec."""
+
+
+class Kelvin(float):
+    """A float to another."""
+
+
+def test_values_of_different_codecs_differ_though_what_they_are_written_as_does_not(tmp_path):
+    for kind in (Celsius, Kelvin):
+        easyckpt.register_codec(kind, float, kind, kind.__name__)
+    states = {"c": Celsius(20.0), "k": Kelvin(20.0), "f": 20.0}
+    made = {name: saved(tmp_path / name, {"box": {"t": value}}) for name, value in states.items()}
+    for one, other in (("c", "k"), ("c", "f"), ("f", "k")):
+        assert "box.t" in only(compare(made[one], made[other])).path
+    assert compare(made["c"], saved(tmp_path / "again", {"box": {"t": Celsius(20.0)}})).equal
+    assert "box.t" in only(compare(made["c"], saved(tmp_path / "warm", {"box": {"t": Celsius(21.0)}}))).path
+
+
 # -- elements
 
 

@@ -16,6 +16,7 @@ from easyckpt.format.codec import Path, path_key
 _LISTS = frozenset({"tuple", "slice", "deque", "namedtuple"})
 _PAIRS = frozenset({"dict", "ordereddict", "defaultdict", "counter"})
 _SETS = frozenset({"set", "frozenset"})
+_ENCODED = "<encoded>"
 _LONGEST = 60
 
 
@@ -96,7 +97,8 @@ def _tagged(tag: str, json: dict[str, Json], path: Path) -> Iterator[tuple[Path,
             yield from flatten(json["metadata"], (*path, "_metadata"))
     elif tag in ("namespace", "codec"):
         yield path, Container(_kind(tag, json))
-        yield from flatten(inner, path) if tag == "codec" else _inside(inner, path)
+        # What a codec has made of a value has a place of its own: which codec it was must not be hidden by it.
+        yield from flatten(inner, (*path, _ENCODED)) if tag == "codec" else _inside(inner, path)
     else:
         yield path, Plain(json)
 

@@ -6,6 +6,7 @@ A move for each of 20,000 tensors costs a training thread 20 to 30 ms, this 5.
 from __future__ import annotations
 
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,15 @@ _NOWHERE = torch.empty(0, dtype=torch.int64, device="cpu")
 WORTH_IT = 512
 
 
+class _Aim(NamedTuple):
+    """Where the words lie, set as one value: an interrupt leaves the old one or the new one, never a mixture."""
+
+    pointers: tuple[int, ...]
+    kind: torch.dtype
+    whence: torch.Tensor
+    whither: torch.Tensor
+
+
 class Gather:
     """Copies the leaves `numbers` of one plan, for which `is_tiny` holds. Holds no tensor of the user's."""
 
@@ -30,29 +40,29 @@ class Gather:
         self._pick = itemgetter(*numbers)
         self._sizes = torch.tensor([leaf.nbytes for leaf in leaves], dtype=torch.int64, device="cpu")
         self._offsets = torch.tensor([leaf.offset for leaf in leaves], dtype=torch.int64, device="cpu")
-        self._pointers: tuple[int, ...] = ()
-        self._type, self._whence, self._whither = torch.int64, _NOWHERE, _NOWHERE
+        self._aim = _Aim((), torch.int64, _NOWHERE, _NOWHERE)
 
     def copy(self, capture: Capture, slot: Slot) -> None:
         """Copy before returning."""
         words = self.words(capture)
-        raw_memory.bytes_at(slot.address, slot.image_capacity).view(self._type).index_copy_(0, self._whither, words)
+        image = raw_memory.bytes_at(slot.address, slot.image_capacity).view(self._aim.kind)
+        image.index_copy_(0, self._aim.whither, words)
 
     def words(self, capture: Capture) -> torch.Tensor:
         """What is in the leaves now, one after the other in the order of `numbers`."""
         pointers = self._pick(capture.pointers)
-        if pointers != self._pointers:
-            self._aim(torch.tensor(pointers, dtype=torch.int64, device="cpu"))
-            self._pointers = pointers
-        return raw_memory.words_at(self._whence, self._type)
+        if pointers != self._aim.pointers:
+            self._aim = self._at(pointers)
+        return raw_memory.words_at(self._aim.whence, self._aim.kind)
 
-    def _aim(self, starts: torch.Tensor) -> None:
+    def _at(self, pointers: tuple[int, ...]) -> _Aim:
         """In the largest words that fit: fresh tensors may lie anywhere, also where the plan knew of none."""
+        starts = torch.tensor(pointers, dtype=torch.int64, device="cpu")
         alignment = starts | self._sizes | self._offsets
-        self._type = next(kind for kind in _WORDS if not (alignment % kind.itemsize).any())
-        nbytes = self._type.itemsize
-        self._whence = self._each_word(raw_memory.word_number(starts, nbytes), nbytes)
-        self._whither = self._each_word(self._offsets // nbytes, nbytes)
+        kind = next(kind for kind in _WORDS if not (alignment % kind.itemsize).any())
+        nbytes = kind.itemsize
+        whence = self._each_word(raw_memory.word_number(starts, nbytes), nbytes)
+        return _Aim(pointers, kind, whence, self._each_word(self._offsets // nbytes, nbytes))
 
     def _each_word(self, begins: torch.Tensor, nbytes: int) -> torch.Tensor:
         """The number of each word of each leaf, given those of the first ones."""

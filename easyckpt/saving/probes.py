@@ -23,18 +23,20 @@ class Probes:
         self._offsets = torch.tensor(offsets, dtype=torch.int64, device="cpu").view(-1, PROBES)
         self.places = torch.tensor(places, dtype=torch.int64, device="cpu")
         """In the image."""
-        self._pointers: list[int] = []
-        self.addresses = self._offsets.view(-1)
-        """Where `words` has looked last."""
+        self._aim: tuple[list[int], torch.Tensor] = ([], self._offsets.view(-1))
+        """Pointers, and the addresses that follow from them: one value, so that no interrupt comes between."""
 
     def words(self, pointers: list[int]) -> torch.Tensor:
         """What is there now, in leaves that begin at `pointers`."""
-        if pointers != self._pointers:
-            self._pointers = pointers
-            self.addresses = (torch.tensor(pointers, dtype=torch.int64, device="cpu").view(-1, 1) + self._offsets).view(
-                -1
-            )
+        if pointers != self._aim[0]:
+            begins = torch.tensor(pointers, dtype=torch.int64, device="cpu").view(-1, 1)
+            self._aim = (pointers, (begins + self._offsets).view(-1))
         return _words_at(self.addresses)
+
+    @property
+    def addresses(self) -> torch.Tensor:
+        """Where `words` has looked last."""
+        return self._aim[1]
 
 
 def differing(addresses: torch.Tensor, expected: torch.Tensor, base: int = 0) -> list[int]:

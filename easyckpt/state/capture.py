@@ -117,8 +117,9 @@ class StateCapture:
         facts = plan.facts
         sources, chosen = list(facts.pick(tensors)), list(facts.pick(pointers))
         if 0 in chosen:  # storage that was freed since the plan was made, or an empty tensor
-            for leaf, source in zip(plan.layout.leaves, sources, strict=True):
-                require_memory(source, leaf.path)
+            for leaf, source, pointer in zip(plan.layout.leaves, sources, chosen, strict=True):
+                if not pointer:
+                    require_memory(source, leaf.path)
         return Capture(
             layout=plan.layout,
             sources=sources,

@@ -58,6 +58,7 @@ if "RANK" in os.environ:
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
 noise = torch.Generator().manual_seed(7 + rank)
+evaluation = torch.Generator().manual_seed(8)
 _FRESH = noise.get_state()
 jitter = np.random.default_rng(5 + rank)
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "noise": noise}
@@ -72,6 +73,7 @@ with easyckpt.Checkpointer(root, state, save_storage_interval=10, log_file_path=
     step = 0 if mistake == "never loads" else checkpointer.load().step
     if mistake == "cannot do without its noise" and step and noise.get_state().equal(_FRESH):
         sys.exit("where is my noise?")
+    start = step
     seeds = mistake == "seeds in its loop"
     position = logs = 0  # of a program that counts by itself
     sampler = OwnOrder(len(data)) if mistake == "seeds its sampler anew" else None
@@ -93,6 +95,10 @@ with easyckpt.Checkpointer(root, state, save_storage_interval=10, log_file_path=
             optimizer.step()
             scheduler.step()
             step += 1
+            if mistake == "evaluates with a generator of its own" and step % 10 == 0:
+                torch.rand(3, generator=evaluation)
+            if mistake == "counts its loop from zero" and step - start > 18:
+                sys.exit(0)
             if mistake == "ends early" and step > 5:
                 sys.exit(0)
             logs += 1

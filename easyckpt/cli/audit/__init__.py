@@ -14,7 +14,7 @@ from easyckpt.cli import output
 from easyckpt.cli.audit import plots, report
 from easyckpt.cli.audit.course import Course, Tier
 from easyckpt.cli.audit.report import Audit
-from easyckpt.cli.audit.runs import CommandFailed, Runner
+from easyckpt.cli.audit.runs import CommandFailed, Runner, left_by_a_failed_command
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.errors import UsageError
 from easyckpt.storage.local import LocalStorage
@@ -51,7 +51,7 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
     """
     every = _stored_every(steps, at, every, kill)
     out = os.path.abspath(out)
-    if os.path.isdir(out) and set(os.listdir(out)) - {"logs"}:  # (those of a command that failed)
+    if os.path.isdir(out) and os.listdir(out) and not left_by_a_failed_command(out):
         raise UsageError(f"{out}: is not empty; name a new directory by --out")
     result = Audit(command=list(command), steps=steps, at=at, every=every)
     with output.ended_tidily():
@@ -64,6 +64,7 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
             runner.close(keep=keep)
     if result.wrong_tier and tier != Tier.BOTH:
         raise UsageError(result.wrong_tier[0])
+    runner.forget_failure()
     _write(out, result, series)
     views = [*report.views(result), f"the report is {os.path.join(out, 'report.md')}"]
     return Answer(report.document(result), views, CODES[result.verdict])
@@ -91,10 +92,16 @@ def _interval(steps: int, at: int, most: int) -> int:
 def _write(out: str, result: Audit, series: dict[int, dict[str, Any]]) -> None:
     storage = LocalStorage(out)
     others = [*([result.twice] if result.twice else []), *(found for found, _ in result.resumed), *result.without]
-    picture = plots.picture(series, others, plots.main_metric(series))
+    # The verdict first: hours of runs are in it, and a picture may fail.
+    storage.replace("report.json", (json.dumps(output.plain(report.document(result)), indent=2) + "\n").encode())
+    storage.replace("report.md", report.page(result, None).encode())
+    try:
+        picture = plots.picture(series, others, plots.main_metric(series))
+    except Exception as error:  # noqa: BLE001 - whatever a name or a number does to it
+        output.say(f"audit: no picture: {type(error).__name__}: {error}")
+        return
     if picture is None:
         output.say(plots.ADVICE)
-    else:
-        storage.replace("report.png", picture)
-    storage.replace("report.json", (json.dumps(output.plain(report.document(result)), indent=2) + "\n").encode())
-    storage.replace("report.md", report.page(result, "report.png" if picture else None).encode())
+        return
+    storage.replace("report.png", picture)
+    storage.replace("report.md", report.page(result, "report.png").encode())

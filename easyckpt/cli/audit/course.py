@@ -10,7 +10,7 @@ from typing import Any
 from easyckpt import catalog
 from easyckpt.cli import output
 from easyckpt.cli.audit.culprit import Culprit, culprit
-from easyckpt.cli.audit.findings import Findings, find, unrepeated_strangers, unseeded_generators
+from easyckpt.cli.audit.findings import Findings, find, unrepeated_notes, unseeded_generators
 from easyckpt.cli.audit.notes import Notes, metrics_of, notes_of, typical_flush
 from easyckpt.cli.audit.report import Audit
 from easyckpt.cli.audit.runs import CommandFailed, Run, Runner
@@ -44,8 +44,6 @@ class Course:
         self._number, self._all = 0, 0
         self._notes: list[Notes] = []
         """Of the straight run."""
-        self._aside: list[str] = []
-        """Generators that the straight runs do not share, though their states are equal."""
 
     def run(self, kill: bool, tier: Tier, parts: bool, chance: random.Random) -> dict[int, dict[str, Any]]:
         """All of it. Returns the metrics of the straight run. Raises CommandFailed, UsageError."""
@@ -87,7 +85,7 @@ class Course:
         found = result.twice = self._find(again)
         if found.steps and not found.differing and not found.unshared:
             result.unrepeated = [name for name, metric in found.metrics.items() if not metric.equal]
-            self._aside = [*result.unseeded, *unrepeated_strangers(notes, self._notes)]
+            result.aside = [name for name in unrepeated_notes(notes, self._notes) if name not in result.unseeded]
             return False
         if "torch" in result.unseeded:
             names = ", ".join(result.unseeded)
@@ -116,7 +114,7 @@ class Course:
                 raise CommandFailed(f"{run.name}: {_NEVER_LOADED}\n{error}") from None
             raise
         found = self._find(run)
-        why = culprit(found, self._notes, unseeded=self._aside, unrepeated=result.unrepeated)
+        why = culprit(found, self._notes, unseeded=[*result.unseeded, *result.aside], unrepeated=result.unrepeated)
         result.resumed.append((found, why))
         if found.tier not in (run.name, None):
             result.wrong_tier.append(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyckpt.cli.audit.findings import SPOKEN, Findings
-from easyckpt.cli.audit.notes import Notes
+from easyckpt.cli.audit.notes import Notes, batches_of
 
 Note = dict[str, Any]
+_COUNT = (
+    "count finished steps in the state, begin the loop at what load() returns, end it at the same number in all runs, "
+    "and save by that count"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,45 +43,77 @@ def culprit(
 ) -> Culprit | None:
     """The first difference decides; of those at one step, the one that causes the others. None: nothing differs.
 
-    `unseeded`: generators that the straight runs do not share, global ones or strangers. `unrepeated`: metrics that
-    never repeat.
+    `unseeded`: what is noted and the straight runs do not share. `unrepeated`: metrics that never repeat.
     """
     if found.loaded is None and resumed:
         return Culprit("nothing was restored", None, 0, "call load() before the training loop, and start at its step")
     if found.tier is None and resumed:
         return Culprit("load() has found nothing", None, 0, "the run before has stored no checkpoint; see its log")
-    if found.identical(unrepeated):
+    first = _first_noted(found.notes, straight, unseeded)
+    if first is None and found.identical(unrepeated):
         return None
-    if not found.steps or found.unshared:
-        steps = ", ".join(map(str, found.unshared[:5])) or "any step"
-        return Culprit(
-            f"the runs have not both stored {steps}",
-            None,
-            0,
-            "count finished steps in the state, and save by that count",
-        )
-    first: tuple[int, int, int, str, str] | None = None
-    for rank, (mine, theirs) in enumerate(zip(found.notes, straight, strict=False)):
-        for step in sorted(mine.steps.keys() & theirs.steps.keys()):
-            for order, look in enumerate(_LOOKS):
-                said = look(mine.steps[step], theirs.steps[step], unseeded)
-                if said is not None and (first is None or (step, order, rank) < first[:3]):
-                    first = (step, order, rank, *said)
-    if first is None or _state_comes_first(found, first[0], unrepeated):
+    if not found.steps:
+        return Culprit("no step was stored by both runs", None, 0, _COUNT)
+    noted = first.step if first is not None else math.inf
+    state = _first_in_state(found, unrepeated)
+    if _parted(found) <= min(noted, state):
+        return _other_steps(found)
+    if first is None or state < noted:
         return _unseen(found, unrepeated)
-    step, _, rank, what, advice = first
-    return Culprit(what, step, rank, advice)
+    return Culprit(first.what, first.step, first.rank, first.advice)
 
 
-def _state_comes_first(found: Findings, step: int, without: Collection[str]) -> bool:
-    """Whether a metric or a component differs before all that was noted."""
+class _Noted(NamedTuple):
+    """A difference between notes; they sort by time, then by cause and effect."""
+
+    step: int
+    order: int
+    rank: int
+    what: str
+    advice: str
+
+
+def _first_noted(notes: Sequence[Notes], straight: Sequence[Notes], without: Collection[str]) -> _Noted | None:
+    found: list[_Noted] = []
+    for rank, (mine, theirs) in enumerate(zip(notes, straight, strict=False)):
+        for step in sorted(mine.steps.keys() & theirs.steps.keys()):
+            looks = ((order, look(mine.steps[step], theirs.steps[step], without)) for order, look in enumerate(_LOOKS))
+            said = [_Noted(step, order, rank, *told) for order, told in looks if told is not None]
+            if said:  # what comes later on this rank follows from it
+                found.append(said[0])
+                break
+    return min(found, default=None)
+
+
+def _first_in_state(found: Findings, without: Collection[str]) -> float:
+    """The first step at which a metric or a component differs; infinite where none does."""
     metrics = [m.first_step for name, m in found.metrics.items() if m.first_step is not None and name not in without]
     parts = [part.first_step for part in found.parts.values() if part.first_step is not None]
-    return min([*metrics, *parts], default=step) < step
+    return min([*metrics, *parts], default=math.inf)
+
+
+def _parted(found: Findings) -> float:
+    """The first step that only one of the runs has come to, or has stored; infinite where there is none."""
+    mine, theirs = found.ended
+    return min([*found.unshared, *([min(mine, theirs) + 1] if mine != theirs else [])], default=math.inf)
+
+
+def _other_steps(found: Findings) -> Culprit:
+    """One of the runs has gone on for longer, or has stored in between."""
+    mine, theirs = found.ended
+    if mine != theirs and found.unshared[0] > min(mine, theirs):
+        return Culprit(f"it ends after step {mine}, and the straight run after step {theirs}", None, 0, _COUNT)
+    steps = ", ".join(map(str, found.unshared[:5]))
+    return Culprit(f"the runs have not both stored step {steps}", None, 0, _COUNT)
 
 
 def _stranger(mine: Note, theirs: Note, without: Collection[str]) -> tuple[str, str] | None:
-    found = _first_unlike(mine["strangers"], theirs["strangers"], without)
+    here, there = _by_place(mine["strangers"], without), _by_place(theirs["strangers"], without)
+    # Of several at one place some may be left from before: those are in one of the runs alone, and nobody's loss.
+    places = (
+        place for place in there if place in here and not (here[place] <= there[place] or there[place] <= here[place])
+    )
+    found = next(places, None)
     if found is None:
         return None
     kind, _, place = found.partition(", ")
@@ -83,6 +121,15 @@ def _stranger(mine: Note, theirs: Note, without: Collection[str]) -> tuple[str, 
         f"a {kind} that is not part of the state ({place}) is not where it was",
         'hand it over: Checkpointer(root, {…, "generator": generator})',
     )
+
+
+def _by_place(strangers: dict[str, str], without: Collection[str]) -> dict[str, set[str]]:
+    """Kind and place -> digests of all that are there."""
+    found: dict[str, set[str]] = {}
+    for name, digest in strangers.items():
+        if name not in without:
+            found.setdefault(re.sub(r" \(\d+\)$", "", name), set()).add(digest)
+    return found
 
 
 def _rates(mine: Note, theirs: Note, _: Collection[str]) -> tuple[str, str] | None:
@@ -111,8 +158,9 @@ def _generators(mine: Note, theirs: Note, without: Collection[str]) -> tuple[str
     )
 
 
-def _batches(mine: Note, theirs: Note, _: Collection[str]) -> tuple[str, str] | None:
-    name = _first_unlike(mine["batches"], theirs["batches"])
+def _batches(mine: Note, theirs: Note, without: Collection[str]) -> tuple[str, str] | None:
+    aside = [name for name in mine["batches"] if batches_of(name) in without]
+    name = _first_unlike(mine["batches"], theirs["batches"], aside)
     if name is None:
         return None
     return (

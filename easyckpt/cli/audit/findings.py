@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from easyckpt import catalog, comparison
-from easyckpt.cli.audit.notes import Notes, metrics_of, notes_of
+from easyckpt.cli.audit.notes import Notes, batches_of, metrics_of, notes_of
 from easyckpt.cli.audit.runs import Run
 from easyckpt.comparison import Difference
 from easyckpt.engine import DATA
+from easyckpt.format.difference import further
 from easyckpt.format.layout import NativeNaming
 from easyckpt.saving.metrics import COMPONENT as METRICS
 from easyckpt.state.rng import RNG
@@ -29,8 +31,8 @@ class Part:
 
     component: str
     tensors: int = 0
-    largest: float | None = 0.0
-    """Largest absolute difference; None where something differs that is no number."""
+    largest: float | None = None
+    """Largest absolute difference of numbers; None where none differ."""
     first_tensor: str | None = None
     first_step: int | None = None
     growth: dict[int, float] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Metric:
 
     name: str
     first_step: int | None = None
-    largest: float | None = 0.0
+    largest: float | None = None
 
     @property
     def equal(self) -> bool:
@@ -66,7 +68,9 @@ class Findings:
     steps: list[int]
     """Those whose checkpoints were compared."""
     unshared: list[int]
-    """Steps that only one of the runs has stored, though both came past them."""
+    """Steps after the loaded one that only one of the runs has stored."""
+    ended: tuple[int, int]
+    """The newest stored step of the run, and of the straight one."""
     parts: dict[str, Part]
     metrics: dict[str, Metric]
     notes: list[Notes]
@@ -94,7 +98,7 @@ def find(run: Run, straight: Run, unseeded: Collection[str]) -> Findings:
     loaded = notes[0].loaded if notes else None
     mine, other = ({entry.step: entry for entry in catalog.scan(s, NativeNaming()).committed()} for s in storages)
     steps = [step for step in sorted(mine.keys() & other.keys()) if step > (loaded or 0)]
-    unshared = [step for step in sorted(mine.keys() ^ other.keys()) if steps and steps[0] < step < steps[-1]]
+    unshared = [step for step in sorted(mine.keys() ^ other.keys()) if step > (loaded or 0)]
     parts: dict[str, Part] = {}
     for step in steps:
         found = comparison.compare((storages[0], mine[step]), (storages[1], other[step]))
@@ -110,6 +114,7 @@ def find(run: Run, straight: Run, unseeded: Collection[str]) -> Findings:
         tier=notes[0].tier if notes else None,
         steps=steps,
         unshared=unshared,
+        ended=(max(mine, default=0), max(other, default=0)),
         parts=parts,
         metrics=_compare_metrics(ours, theirs, loaded or 0),
         notes=notes,
@@ -128,14 +133,19 @@ def unseeded_generators(one: Sequence[Notes], other: Sequence[Notes]) -> list[st
     return sorted(set(names))
 
 
-def unrepeated_strangers(one: Sequence[Notes], other: Sequence[Notes]) -> list[str]:
-    """Generators outside of the state that differ between two straight runs: the training does not depend on them."""
+def unrepeated_notes(one: Sequence[Notes], other: Sequence[Notes]) -> list[str]:
+    """Generators and batches that straight runs do not share: where their states are equal, nothing rests on them."""
     names: set[str] = set()
     for mine, theirs in zip(one, other, strict=False):
         for step in mine.steps.keys() & theirs.steps.keys():
-            here, there = mine.steps[step]["strangers"], theirs.steps[step]["strangers"]
-            names |= {name for name in here.keys() & there.keys() if here[name] != there[name]}
+            here, there = mine.steps[step], theirs.steps[step]
+            names |= {name for kind in ("strangers", "generators") for name in _unlike(here[kind], there[kind])}
+            names |= {batches_of(name) for name in _unlike(here["batches"], there["batches"])}
     return sorted(names)
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [name for name in one if name in other and one[name] != other[name]]
 
 
 def _counts(difference: Difference, unseeded: Collection[str]) -> bool:
@@ -147,21 +157,19 @@ def _counts(difference: Difference, unseeded: Collection[str]) -> bool:
 
 
 def _add(part: Part, step: int, differences: Sequence[Difference]) -> None:
-    largest = _largest(difference.largest for difference in differences)
+    largest = functools.reduce(further, (difference.largest for difference in differences), None)
     part.growth[step] = 0.0 if largest is None else largest
     if differences:
-        part.largest = _largest([part.largest, largest])
+        part.largest = further(part.largest, largest)
         if part.first_step is None:
             part.first_step, part.first_tensor = step, differences[0].path
 
 
-def _largest(values: Iterable[float | None]) -> float | None:
-    """None where one of them is no number's matter; NaN is larger than all."""
-    known = list(values)
-    if any(value is None for value in known):
-        return None
-    numbers = [value for value in known if value is not None]
-    return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)
+def _apart(one: float, other: float) -> float:
+    try:
+        return abs(float(one) - float(other))
+    except OverflowError:  # a whole number that no float holds
+        return math.inf
 
 
 def _compare_metrics(
@@ -169,15 +177,14 @@ def _compare_metrics(
 ) -> dict[str, Metric]:
     """Compare what was logged after a step, as it is written; what only one of the runs has logged differs."""
     metrics: dict[str, Metric] = {}
-    last = min(max(ours, default=0), max(theirs, default=0))
-    for step in sorted(step for step in ours.keys() | theirs.keys() if after < step <= last):
+    for step in sorted(step for step in ours.keys() | theirs.keys() if step > after):
         one, two = ours.get(step, {}), theirs.get(step, {})
-        for name in one.keys() | two.keys():
+        for name in {**one, **two}:
             metric = metrics.setdefault(name, Metric(name))
             mine, other = one.get(name, _MISSING), two.get(name, _MISSING)
             if json.dumps(mine) == json.dumps(other):  # 1 is not 1.0, nor -0.0 0.0; a NaN is a NaN
                 continue
             metric.first_step = step if metric.first_step is None else metric.first_step
             numbers = all(isinstance(value, (int, float)) for value in (mine, other))
-            metric.largest = _largest([metric.largest, abs(mine - other) if numbers else None])
+            metric.largest = further(metric.largest, _apart(mine, other) if numbers else None)
     return metrics

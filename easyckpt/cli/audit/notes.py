@@ -37,7 +37,9 @@ def notes_of(storage: Storage) -> list[Notes]:
             if "loaded" in line:
                 notes = Notes(line["loaded"], line["tier"], notes.loads + 1)
             else:
-                notes.steps[int(line["step"])] = line
+                step = int(line["step"])
+                before = notes.steps.get(step, {}).get("batches", {})  # a step may be saved twice
+                notes.steps[step] = {**line, "batches": {**before, **line["batches"]}}
         ranks.append(notes)
     return ranks
 
@@ -48,6 +50,11 @@ def metrics_of(storage: Storage) -> dict[int, dict[str, Any]]:
         int(line["step"]): {name: value for name, value in line.items() if name not in _OWN}
         for line in _lines(storage, layout.METRICS)
     }
+
+
+def batches_of(loader: str) -> str:
+    """What the batches of a loader are called, where they stand beside generators."""
+    return f"the batches of {loader}"
 
 
 def typical_flush(storage: Storage) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -24,14 +25,16 @@ def picture(straight: Mapping[int, Mapping[str, Any]], others: list[Findings], m
         curves.plot(*_series(straight, metric), color="black", linewidth=3, alpha=0.3, label="straight")
         for found in others:
             curves.plot(*_series(found.series, metric), linewidth=1, label=found.name)
-    curves.set(xlabel="step", ylabel=metric or "", title="What was logged")
+    curves.set(xlabel="step", title="What was logged")
+    curves.set_ylabel(metric or "").set_parse_math(False)  # a name is no formula
     for found in others:
         steps = found.steps
         values = [max((part.growth.get(step, 0.0) for part in found.parts.values()), default=0.0) for step in steps]
         differences.plot(steps, values, marker=".", linewidth=1, label=found.name)
     differences.set_yscale("symlog", linthresh=1e-12)
     differences.set(xlabel="step", ylabel="largest absolute difference", title="Away from the straight run")
-    differences.legend(fontsize="small")
+    for text in differences.legend(fontsize="small").get_texts():
+        text.set_parse_math(False)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # names of components may be too long for the layout, or lack a glyph
@@ -46,5 +49,10 @@ def main_metric(straight: Mapping[int, Mapping[str, Any]]) -> str | None:
 
 
 def _series(metrics: Mapping[int, Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    points = [(step, float(v[name])) for step, v in sorted(metrics.items()) if isinstance(v.get(name), (int, float))]
+    largest = sys.float_info.max
+    points = [
+        (step, float(v[name]))
+        for step, v in sorted(metrics.items())
+        if isinstance(v.get(name), (int, float)) and not abs(v[name]) > largest
+    ]
     return [step for step, _ in points], [value for _, value in points]

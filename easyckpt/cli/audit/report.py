@@ -36,6 +36,8 @@ class Audit:
     """Parts without which the command fails, with what it said."""
     unseeded: list[str] = field(default_factory=list)
     """Global generators that nobody has seeded."""
+    aside: list[str] = field(default_factory=list)
+    """Noted generators and batches that differ between straight runs whose states are equal."""
     unrepeated: list[str] = field(default_factory=list)
     """Metrics that differ between straight runs whose states are equal."""
     why: Culprit | None = None
@@ -61,7 +63,11 @@ def document(audit: Audit) -> dict[str, Any]:
         "every": audit.every,
         "ended": audit.ended,
         "killed": None if audit.killed is None else asdict(audit.killed),
-        "not_compared": {"unseeded_generators": audit.unseeded, "metrics": audit.unrepeated},
+        "not_compared": {
+            "unseeded_generators": audit.unseeded,
+            "metrics": audit.unrepeated,
+            "notes": audit.aside,
+        },
         "straight_runs": None if audit.twice is None else _found(audit.twice, audit.why, audit, resumed=False),
         "resumed": [_found(found, why, audit) for found, why in audit.resumed],
         "without": [_found(found, None, audit) for found in audit.without],
@@ -77,11 +83,12 @@ def _found(found: Findings, why: Culprit | None, audit: Audit, *, resumed: bool 
         "tier": found.tier,
         "identical": (found.tier is not None or not resumed) and found.identical(audit.unrepeated),
         "compared_steps": found.steps,
+        "unshared_steps": found.unshared,
         "components": [
             {
                 "component": part.component,
                 "equal": part.equal,
-                "largest_difference": part.largest,
+                "largest_difference": 0.0 if part.equal else part.largest,
                 "first_tensor": part.first_tensor,
                 "first_step": part.first_step,
                 "growth": {str(step): value for step, value in part.growth.items()},
@@ -89,8 +96,13 @@ def _found(found: Findings, why: Culprit | None, audit: Audit, *, resumed: bool 
             for part in found.parts.values()
         ],
         "metrics": [
-            {"name": m.name, "equal": m.equal, "largest_difference": m.largest, "first_step": m.first_step}
-            for m in found.metrics.values()
+            {
+                "name": metric.name,
+                "equal": metric.equal,
+                "largest_difference": 0.0 if metric.equal else metric.largest,
+                "first_step": metric.first_step,
+            }
+            for metric in found.metrics.values()
         ],
         "culprit": None if why is None else asdict(why),
     }

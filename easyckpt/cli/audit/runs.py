@@ -27,6 +27,8 @@ NEVER = 10**9
 #: Lines of a failed command's output that are shown.
 LAST_LINES = 25
 _POLL_SECONDS = 0.005
+#: Beside the logs of an audit that has come to no report.
+_UNFINISHED = ".unfinished-audit"
 
 
 class CommandFailed(EasyckptError):
@@ -60,9 +62,12 @@ class Runner:
         self._command, self._out, self._at, self._every = list(command), out, at, every
         self._memories: dict[str, TemporaryMemory] = {}
         self._memory_dir = resolve({}, None).memory_dir
+        if left_by_a_failed_command(out):
+            shutil.rmtree(os.path.join(out, "logs"))
         os.makedirs(os.path.join(out, "runs"))
-        shutil.rmtree(os.path.join(out, "logs"), ignore_errors=True)
         os.makedirs(os.path.join(out, "logs"))
+        with open(os.path.join(out, _UNFINISHED), "w"):
+            pass
 
     def close(self, *, keep: bool) -> None:
         """Remove what the runs have left in memory, and on disk unless that is to be kept."""
@@ -70,6 +75,10 @@ class Runner:
             memory.remove()
         if not keep:
             shutil.rmtree(os.path.join(self._out, "runs"), ignore_errors=True)
+
+    def forget_failure(self) -> None:
+        """There is a report: what is in `out` is not to be replaced."""
+        os.remove(os.path.join(self._out, _UNFINISHED))
 
     def new(self, name: str, *, after: Run | None = None, same: bool = False) -> Run:
         """A run with a fresh root, or a copy of the root of `after`; `same`: in that very root, with its memory."""
@@ -162,6 +171,11 @@ class Runner:
         finally:
             if process.poll() is None:
                 _kill_all(process)
+
+
+def left_by_a_failed_command(out: str) -> bool:
+    """Whether `out` holds what an audit has left that came to no report, and nothing of anybody else's."""
+    return os.path.isdir(out) and set(os.listdir(out)) == {"logs", _UNFINISHED}
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,117 @@
+"""What decides an audit's verdict, and what is named: the first difference, in the notes, the steps, or the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from easyckpt.cli.audit.culprit import culprit
+from easyckpt.cli.audit.findings import Findings, Part, _compare_metrics, unrepeated_notes
+from easyckpt.cli.audit.notes import Notes
+
+LOADED = 4
+STRANGER = "torch.Generator, the global noise of __main__"
+
+
+def notes(**change: Any) -> list[Notes]:
+    """Of a run that goes on from step 4 to 8; `change` holds from step 6 on."""
+    told = {
+        "generators": {"torch": "a"},
+        "strangers": {STRANGER: "b"},
+        "rates": {"o": [0.1]},
+        "batches": {"t": [1, "c"]},
+    }
+    steps = {step: {"step": step, **told, **(change if step >= 6 else {})} for step in range(5, 9)}
+    return [Notes(LOADED, "storage", 1, steps)]
+
+
+def findings(mine: list[Notes] | None = None, **change: Any) -> Findings:
+    values: dict[str, Any] = {
+        "name": "storage",
+        "loaded": LOADED,
+        "tier": "storage",
+        "steps": [6, 8],
+        "unshared": [],
+        "ended": (8, 8),
+        "parts": {"model": Part("model")},
+        "metrics": {},
+        "notes": mine or notes(),
+        "series": {},
+    }
+    return Findings(**{**values, **change})
+
+
+def test_nothing_differs():
+    assert culprit(findings(), notes()) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (
+            {"strangers": {STRANGER: "x"}},
+            "a torch.Generator that is not part of the state (the global noise of __main__)",
+        ),
+        ({"generators": {"torch": "x"}}, "the global generator of torch"),
+        ({"batches": {"t": [1, "x"]}}, "the batches of the loader 't' are others"),
+        ({"rates": {"o": [0.2]}}, "the learning rate of 'o' is 0.2 where it was 0.1"),
+    ],
+)
+def test_what_is_noted_differs_though_all_that_is_stored_is_equal(change, what):
+    found = culprit(findings(notes(**change)), notes())
+    assert found is not None
+    assert found.what.startswith(what)
+    assert found.step == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "aside"),
+    [
+        ({"strangers": {STRANGER: "x"}}, STRANGER),
+        ({"generators": {"torch": "x"}}, "torch"),
+        ({"batches": {"t": [1, "x"]}}, "the batches of t"),
+    ],
+)
+def test_what_straight_runs_do_not_share_decides_nothing(change, aside):
+    assert unrepeated_notes(notes(**change), notes()) == [aside]
+    assert culprit(findings(notes(**change)), notes(), unseeded=[aside]) is None
+
+
+def test_of_several_generators_at_one_place_those_that_are_left_from_before_are_nobodys_loss():
+    straight = notes(strangers={STRANGER: "old", f"{STRANGER} (2)": "b"})
+    assert culprit(findings(), straight) is None
+    assert culprit(findings(notes(strangers={STRANGER: "x"})), straight) is not None
+
+
+@pytest.mark.parametrize(
+    ("ended", "unshared", "what"),
+    [
+        ((6, 8), [8], "it ends after step 6, and the straight run after step 8"),
+        ((8, 6), [8], "it ends after step 8, and the straight run after step 6"),
+        ((8, 8), [5, 7], "the runs have not both stored step 5, 7"),
+    ],
+)
+def test_a_run_that_ends_elsewhere_or_stores_other_steps_is_not_exact(ended, unshared, what):
+    found = culprit(findings(ended=ended, unshared=unshared), notes())
+    assert found is not None
+    assert found.what == what
+
+
+def test_the_first_difference_decides_of_which_kind_it_may_be():
+    late = {"ended": (8, 10), "unshared": [10]}
+    found = culprit(findings(notes(rates={"o": [0.2]}), **late), notes())
+    assert found is not None
+    assert found.step == 6
+    found = culprit(findings(parts={"model": Part("model", first_step=6, first_tensor="model.w")}, **late), notes())
+    assert found is not None
+    assert "model.w" in found.what
+
+
+def test_what_only_one_of_the_runs_has_logged_differs_at_the_end_too():
+    one = {5: {"loss": 1.0}, 6: {"loss": 2.0}}
+    for ours, theirs in ((one, {5: {"loss": 1.0}}), ({5: {"loss": 1.0}}, one), ({}, one)):
+        metric = _compare_metrics(ours, theirs, LOADED)["loss"]
+        assert not metric.equal
+    assert _compare_metrics(one, one, LOADED)["loss"].equal
+    assert _compare_metrics({6: {"n": 10**400}}, {6: {"n": 1}}, LOADED)["n"].largest == float("inf")
