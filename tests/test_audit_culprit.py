@@ -78,6 +78,24 @@ def test_what_straight_runs_do_not_share_decides_nothing(change, aside):
     assert culprit(findings(notes(**change)), notes(), unseeded=[aside]) is None
 
 
+@pytest.mark.parametrize(
+    ("stranger", "named"),
+    [
+        ("random.Random, the global rng of sympy.core.random", False),
+        ("random.Random, '_prng' of a dict", False),
+        ("random.Random, the global rng of __main__", True),
+        ("random.Random, the attribute _random of a OwnOrder", True),
+        ("numpy.Generator, the global rng of some.library", True),
+    ],
+)
+def test_what_a_library_seeds_for_itself_explains_no_difference_between_straight_runs(stranger, named):
+    mine, theirs = notes(strangers={stranger: "x"}), notes(strangers={stranger: "y"})
+    parts = {"model": Part("model", first_step=8, first_tensor="model.w")}
+    found = culprit(findings(mine, parts=parts), theirs, resumed=False)
+    assert found is not None
+    assert ("not part of the state" in found.what) == named
+
+
 def test_of_several_generators_at_one_place_those_that_are_left_from_before_are_nobodys_loss():
     straight = notes(strangers={STRANGER: "old", f"{STRANGER} (2)": "b"})
     assert culprit(findings(), straight) is None

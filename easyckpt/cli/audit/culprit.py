@@ -49,7 +49,8 @@ def culprit(
         return Culprit("nothing was restored", None, 0, "call load() before the training loop, and start at its step")
     if found.tier is None and resumed:
         return Culprit("load() has found nothing", None, 0, "the run before has stored no checkpoint; see its log")
-    first = _first_noted(found.notes, straight, unseeded)
+    aside = unseeded if resumed else [*unseeded, *_of_libraries(straight)]
+    first = _first_noted(found.notes, straight, aside)
     if first is None and found.identical(unrepeated):
         return None
     if not found.steps:
@@ -61,6 +62,15 @@ def culprit(
     if first is None or state < noted:
         return _unseen(found, unrepeated)
     return Culprit(first.what, first.step, first.rank, first.advice)
+
+
+def _of_libraries(straight: Sequence[Notes]) -> set[str]:
+    """Generators of Python's that are not the program's own: some libraries seed one for themselves, by the clock.
+
+    A resumed run may differ by one of these; two straight runs always do.
+    """
+    names = {name for notes in straight for noted in notes.steps.values() for name in noted["strangers"]}
+    return {name for name in names if re.match(r"random\.Random, ('|the global (?!\w+ of __main__$))", name)}
 
 
 class _Noted(NamedTuple):
