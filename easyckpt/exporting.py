@@ -203,8 +203,9 @@ class _Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._view.release()
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # what was interrupted still looks at it: it goes with that
+            self._view.release()
+            self._memory.close()
 
 
 class _Scratch:

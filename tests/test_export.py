@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import signal
 import struct
 import zipfile
 from collections import Counter
@@ -218,6 +219,19 @@ def test_damage_leaves_the_old_file_and_no_half_of_a_new_one(tmp_path, run, suff
     assert f"older ones: steps 2, 1; `easyckpt verify {tmp_path / 'exp'}` tells which are whole" in ran.err
     assert out.read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exp", out.name]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_in_the_middle_of_a_write_leaves_nothing(trained, tmp_path, run, monkeypatch, number):
+    write_at = LocalFileWriter.write_at
+
+    def signalled(self, *arguments):
+        write_at(self, *arguments)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(LocalFileWriter, "write_at", signalled)
+    assert run("export", trained[0], tmp_path / "m.safetensors", "--dtype", "fp16").code == 130
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_file_is_durable_before_it_has_its_name(trained, tmp_path, run, monkeypatch):

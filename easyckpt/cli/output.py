@@ -52,14 +52,15 @@ def command(function: Callable[_P, Answer]) -> Callable[_P, None]:
     """Make a typer command of a function that returns an `Answer` and has the parameter `as_json`.
 
     Every error that easyckpt or the operating system raises on purpose becomes one line and an exit code: 1 where
-    something is damaged, else 2.
+    something is damaged, else 2. Ctrl-C, SIGTERM and SIGHUP end it with 130, cleaned up.
     """
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
         as_json = bool(kwargs.get("as_json"))
         try:
-            answer = function(*args, **kwargs)
+            with _ended_tidily():
+                answer = function(*args, **kwargs)
         except (EasyckptError, OSError) as error:
             _fail(error, as_json=as_json)
         except KeyboardInterrupt:
@@ -195,7 +196,7 @@ def working(title: str) -> Iterator[None]:
 
 
 @contextmanager
-def ended_tidily() -> Iterator[None]:
+def _ended_tidily() -> Iterator[None]:
     """SIGTERM and SIGHUP, unless they are ignored, end what is inside as Ctrl-C does, so that it cleans up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

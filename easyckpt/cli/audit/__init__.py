@@ -54,14 +54,13 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
     if os.path.isdir(out) and os.listdir(out) and not left_by_a_failed_command(out):
         raise UsageError(f"{out}: is not empty; name a new directory by --out")
     result = Audit(command=list(command), steps=steps, at=at, every=every)
-    with output.ended_tidily():
-        runner = Runner(command, out, at=at, every=every)
-        try:
-            series = Course(runner, result, keep).run(kill, tier, parts, random.Random(seed))  # noqa: S311
-        except CommandFailed as error:
-            return Answer({"verdict": "failed", "message": str(error)}, str(error).splitlines(), output.COMMAND_FAILED)
-        finally:
-            runner.close(keep=keep)
+    runner = Runner(command, out, at=at, every=every)
+    try:
+        series = Course(runner, result, keep).run(kill, tier, parts, random.Random(seed))  # noqa: S311
+    except CommandFailed as error:
+        return Answer({"verdict": "failed", "message": str(error)}, str(error).splitlines(), output.COMMAND_FAILED)
+    finally:
+        runner.close(keep=keep)
     if result.wrong_tier and tier != Tier.BOTH:
         raise UsageError(result.wrong_tier[0])
     runner.forget_failure()

@@ -59,7 +59,7 @@ def doctor(  # noqa: PLR0917 - typer makes options of all but the first
     directory, in_memory = memory_directory(settings.memory_dir)
     place = look_at(root)
     left = leftovers.look(directory, place, clean=clean, everything=all_)
-    with output.ended_tidily(), output.working("looking at this machine"):
+    with output.working("looking at this machine"):
         checks = list(
             chain(
                 memory.findings(directory, in_memory, place, settings.slots),
