@@ -19,7 +19,7 @@ from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel, settle_locality
 from easyckpt.errors import EasyckptError, ForeignFormat, RootInUse, StorageError
 from easyckpt.events import EventLog, Warned
-from easyckpt.format import layout
+from easyckpt.format import layout, memory_names
 from easyckpt.memory import budget
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.leftovers import OwnerNote
@@ -104,7 +104,7 @@ def _identify(storage: LocalStorage) -> dict[str, str]:
         assert record is not None
     return {
         "run": record.run,
-        "arena_id": layout.arena_id(record.run, os.path.realpath(storage.root)),
+        "arena_id": memory_names.arena_id(record.run, os.path.realpath(storage.root)),
         "incarnation": secrets.token_hex(4),
     }
 
@@ -174,7 +174,7 @@ def _take_lease(
     events: EventLog,
 ) -> Lease | None:
     """The right to write the root, which rank 0 takes for all."""
-    owner = layout.owner_file(arena.user, arena.arena_id, arena.rank)
+    owner = memory_names.owner_file(arena.user, arena.arena_id, arena.rank)
     lease = Lease(
         storage,
         root_lock_path=os.path.join(arena.directory, owner),

@@ -20,7 +20,7 @@ from easyckpt.distributed.ranks import Ranks, discover
 from easyckpt.distributed.rendezvous import Channel, connect
 from easyckpt.errors import LeaseLost, OutOfSpace
 from easyckpt.events import EventLog, Measured, Warned
-from easyckpt.format import layout
+from easyckpt.format import layout, memory_names
 from easyckpt.format.sizes import size_text
 from easyckpt.loading.loader import Loader
 from easyckpt.memory.arena import Arena
@@ -71,7 +71,7 @@ def dead_peers(arena: Arena, ranks: Ranks) -> list[int]:
     """
 
     def has_died(rank: int) -> bool:
-        owner = layout.owner_file(arena.user, arena.arena_id, rank)
+        owner = memory_names.owner_file(arena.user, arena.arena_id, rank)
         return OwnerLock.is_free(os.path.join(arena.directory, owner)) is True
 
     return [rank for rank in ranks.neighbours if has_died(rank)]

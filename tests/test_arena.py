@@ -19,7 +19,7 @@ from support.tmpfs import tmpfs
 from easyckpt import failpoints
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.errors import RootInUse, StorageError, UsageError
-from easyckpt.format import layout
+from easyckpt.format import memory_names
 from easyckpt.memory.arena import Arena, OwnerLock, find_slots
 from easyckpt.memory.header import HEADER_BYTES, SlotMeta
 from easyckpt.memory.private_slot import PrivateSlot
@@ -30,7 +30,7 @@ __all__ = ["tmpfs"]
 
 USER = "tester"
 RUN = "ab" * 16
-ARENA = layout.arena_id(RUN, "/some/root")
+ARENA = memory_names.arena_id(RUN, "/some/root")
 MIB = 1 << 20
 WAIT = 60.0
 META = SlotMeta(
@@ -53,7 +53,7 @@ def make(directory, count=3, *, rank=0, run=RUN, arena_id=ARENA, budget_bytes=25
 
 
 def slot_path(directory, number: int, rank: int = 0, arena_id: str = ARENA) -> str:
-    return os.path.join(str(directory), layout.slot_file(USER, arena_id, rank, number))
+    return os.path.join(str(directory), memory_names.slot_file(USER, arena_id, rank, number))
 
 
 def write(slot: Slot, step: int, **fields) -> None:
@@ -161,10 +161,9 @@ def test_slots_are_made_in_the_background(directory, arenas):
     assert not arena.ready(MIB + 4096)
     assert arena.count == 3
     assert arena.survives
-    files = sorted(name for name in os.listdir(directory) if layout.is_arena_file(name))
-    assert files == sorted(
-        [layout.owner_file(USER, ARENA, 0), *(layout.slot_file(USER, ARENA, 0, number) for number in range(3))]
-    )
+    files = sorted(name for name in os.listdir(directory) if memory_names.is_arena_file(name))
+    slots = [memory_names.slot_file(USER, ARENA, 0, number) for number in range(3)]
+    assert files == sorted([memory_names.owner_file(USER, ARENA, 0), *slots])
     assert nbytes(arena) == sum(os.stat(slot_path(directory, number)).st_size for number in range(3))
 
 
@@ -428,7 +427,7 @@ def test_budget_bounds_the_number_of_slots(directory, arenas, caplog):
     assert arena.survives
     assert "2 snapshot slots instead of 4" in caplog.text
     assert "no new snapshots" in caplog.text
-    assert len([name for name in os.listdir(directory) if layout.is_arena_file(name)]) == 3
+    assert len([name for name in os.listdir(directory) if memory_names.is_arena_file(name)]) == 3
 
 
 # After a crash.
@@ -487,7 +486,7 @@ def test_found_by_their_headers_never_by_their_names(directory, arenas):
     foreign = [
         leave(directory, 1, 20, run="cd" * 16),
         leave(directory, 2, 21, rank=1),
-        leave(directory, 3, 22, arena_id=layout.arena_id(RUN, "/a/copied/root")),
+        leave(directory, 3, 22, arena_id=memory_names.arena_id(RUN, "/a/copied/root")),
     ]
     os.rename(foreign[1], slot_path(directory, 2))
     foreign[1] = slot_path(directory, 2)
@@ -604,7 +603,7 @@ def job(directory, child: Forked, *, remove: bool = False, orphan: bool = False)
 
 
 def test_killed_between_saves(directory, arenas):
-    owner = os.path.join(directory, layout.owner_file(USER, ARENA, 0))
+    owner = os.path.join(directory, memory_names.owner_file(USER, ARENA, 0))
     with Forked(lambda child: job(directory, child)) as child:
         assert child.read("ready")[-1] == "ready"
         assert OwnerLock.is_free(owner) is False
@@ -759,7 +758,7 @@ def test_a_lock_on_a_removed_file_is_not_taken_for_the_lock(directory, monkeypat
 
 
 def test_an_owner_file_that_is_not_ours_is_refused(directory):
-    path = os.path.join(directory, layout.owner_file(USER, ARENA, 0))
+    path = os.path.join(directory, memory_names.owner_file(USER, ARENA, 0))
     os.symlink("/etc/hostname", path)
     with pytest.raises(StorageError, match="symbolic link"):
         make(directory)
@@ -911,10 +910,10 @@ def test_pinning_that_fails_is_a_warning(directory, arenas, monkeypatch, caplog)
 
 def test_only_ranks_that_share_this_memory_can_be_found_dead_in_it(memory_dir):
     """What an earlier start has left here of a rank that runs on another node now says nothing about that one."""
-    arena_id = layout.arena_id("0" * 32, "/run")
+    arena_id = memory_names.arena_id("0" * 32, "/run")
     arena = Arena(str(memory_dir), "u", arena_id, 0, 1, run="0" * 32, incarnation="1" * 8, budget_bytes=1 << 20)
     for rank in (1, 3):
-        left = OwnerLock(os.path.join(memory_dir, layout.owner_file("u", arena_id, rank)))
+        left = OwnerLock(os.path.join(memory_dir, memory_names.owner_file("u", arena_id, rank)))
         assert left.try_acquire()
         left.release()
     ranks = Ranks(0, 4, 0, 2, neighbours=(1,))

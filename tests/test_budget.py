@@ -8,7 +8,7 @@ import threading
 import pytest
 from support.tmpfs import TMPFS_BYTES, tmpfs
 
-from easyckpt.format import layout
+from easyckpt.format import memory_names
 from easyckpt.memory import budget
 from easyckpt.memory.budget import Budget, cgroup_limit_left, held_bytes, node_lock
 from easyckpt.memory.slot import Slot
@@ -129,11 +129,11 @@ def test_measured_here(tmpfs):
 
 
 def test_held_bytes_counts_this_arena_alone(memory_dir):
-    mine = layout.arena_id("ab" * 16, "/root")
-    other = layout.arena_id("cd" * 16, "/root")
+    mine = memory_names.arena_id("ab" * 16, "/root")
+    other = memory_names.arena_id("cd" * 16, "/root")
     assert held_bytes(str(memory_dir), "me", mine) == 0
     slots = [
-        Slot.create(str(memory_dir / layout.slot_file("me", arena, rank, 0)), 1 << 20, 1)
+        Slot.create(str(memory_dir / memory_names.slot_file("me", arena, rank, 0)), 1 << 20, 1)
         for arena, rank in ((mine, 0), (mine, 1), (other, 0))
     ]
     assert held_bytes(str(memory_dir), "me", mine) == slots[0].nbytes + slots[1].nbytes
@@ -164,7 +164,7 @@ def test_node_lock_is_held_by_one(memory_dir):
 
 
 def test_node_lock_never_follows_a_link(memory_dir, caplog):
-    os.symlink("/etc/hostname", memory_dir / layout.node_lock_file("me"))
+    os.symlink("/etc/hostname", memory_dir / memory_names.node_lock_file("me"))
     with node_lock(str(memory_dir), "me") as got:
         assert not got
     assert "symbolic link" in caplog.text

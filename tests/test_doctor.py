@@ -20,7 +20,7 @@ from test_cli import everything_in, run  # noqa: F401 - a fixture
 
 import easyckpt
 from easyckpt.cli.doctor import leftovers
-from easyckpt.format import layout
+from easyckpt.format import layout, memory_names
 from easyckpt.memory.leftovers import OwnerNote
 from easyckpt.memory.surroundings import remove_ipc_setting
 from easyckpt.storage import probing
@@ -74,11 +74,11 @@ def doctor(run, tmp_path):
 
 
 def arena_files(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if layout.is_arena_file(path.name))
+    return sorted(path.name for path in directory.iterdir() if memory_names.is_arena_file(path.name))
 
 
 def slots(directory: Path) -> list[str]:
-    return [name for name in arena_files(directory) if layout.is_slot_file(name)]
+    return [name for name in arena_files(directory) if memory_names.is_slot_file(name)]
 
 
 def of(document: dict, what: str) -> dict:
@@ -271,7 +271,7 @@ def test_the_memory_of_a_root_that_is_gone_goes_at_once_where_all_is_asked_for(j
 
 
 def owner_of(memory_dir: Path) -> Path:
-    return memory_dir / next(name for name in arena_files(memory_dir) if not layout.is_slot_file(name))
+    return memory_dir / next(name for name in arena_files(memory_dir) if not memory_names.is_slot_file(name))
 
 
 def test_the_memory_of_a_root_that_may_not_be_mounted_stays(job, doctor, memory_dir, tmp_path):

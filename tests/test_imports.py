@@ -73,6 +73,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     TOP: ENGINE_AND_BELOW | {"cli"},
 }
 
+#: Names of files of a root, and of files in shared memory.
+KNOW_NAMES = ("format/layout.py", "format/memory_names.py")
 FILE_NAME = re.compile(
     r"\.safetensors\b|\b(manifest|easyckpt|lease)\.json\b|\b(events|metrics)\.jsonl\b|\brank-|\.tmp\b|\.trash\b|\.stale\b"
     r"|^\.?step-|/step-|^easyckpt-$|^(latest|pins)$|\.owner$"
@@ -188,11 +190,11 @@ def one_way(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def names(module: str, tree: ast.Module) -> Iterator[str]:
-    if module == "format/layout.py":
+    if module in KNOW_NAMES:
         return
     for line, text in strings(tree):
         if FILE_NAME.search(text):
-            yield f"{module}:{line}: {text!r} looks like a file name; only format/layout.py knows names"
+            yield f"{module}:{line}: {text!r} looks like a file name; only {KNOW_NAMES} know names"
 
 
 def files(module: str, tree: ast.Module) -> Iterator[str]:
@@ -288,6 +290,7 @@ PLANTED = [
     ("names", "saving/commit.py", "name = f'step-{step:08d}'"),
     ("names", "saving/writer.py", "path = directory + '/rank-00000.safetensors'"),
     ("names", "memory/arena.py", "name = f'easyckpt-{user}'"),
+    ("names", "format/manifest.py", "NAME = 'manifest.json'"),
     ("files", "saving/commit.py", "import os\nos.rename(a, b)"),
     ("files", "loading/reader.py", "with open(name, 'rb') as f: pass"),
     ("files", "engine.py", "pathlib.Path(name).write_text('x')"),

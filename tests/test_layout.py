@@ -38,11 +38,6 @@ def test_spellings_are_those_of_the_design():
     assert layout.events_file(3) == "events/rank-00003.jsonl"
     assert layout.temp_file("latest", "x") == ".latest.x.tmp"
     assert layout.trash_dir("step-00000030", "x") == ".trash-x-step-00000030"
-    arena = layout.arena_id("0123456789abcdef" * 2, "/some/root")
-    assert arena.startswith("0123456789ab-")
-    assert len(arena) == 21
-    assert layout.slot_file("me", arena, 1, 2) == f"easyckpt-me-{arena}-00001.2"
-    assert layout.owner_file("me", arena, 1) == f"easyckpt-me-{arena}-00001.owner"
 
 
 @given(STEPS, WORDS, RANKS)
@@ -137,19 +132,6 @@ def test_what_lies_beside_the_lease_is_told_from_other_temporary_files():
     assert not any(layout.is_beside_lease(name) for name in others)
 
 
-def test_files_of_an_arena_are_told_by_user_arena_and_rank():
-    arena, other = layout.arena_id("a" * 32, "/one"), layout.arena_id("a" * 32, "/two")
-    slot, owner = layout.slot_file("jo-ann", arena, 3, 7), layout.owner_file("jo-ann", arena, 3)
-    for fits in ((), ("jo-ann",), ("jo-ann", arena), ("jo-ann", arena, 3)):
-        assert layout.is_slot_file(slot, *fits)
-        assert not layout.is_slot_file(owner, *fits)
-        assert layout.is_arena_file(slot, *fits[:2])
-        assert layout.is_arena_file(owner, *fits[:2])
-    assert not layout.is_arena_file(slot, "jo")  # whose name another one's begins with
-    assert not layout.is_arena_file(slot, "jo-ann", other)
-    assert not layout.is_slot_file(slot, "jo-ann", arena, 2)
-
-
 def test_trash_is_recognised_whatever_it_was():
     for name in ("step-00000001", ".step-00000001.a.tmp", "step-00000001.stale-t"):
         assert layout.parse_trash_dir(layout.trash_dir(name, "n")) == name
@@ -158,31 +140,9 @@ def test_trash_is_recognised_whatever_it_was():
         layout.trash_dir("step-00000001", "a-b")
 
 
-@given(st.text(max_size=80))
-def test_any_user_name_gives_a_safe_arena_file(user):
-    arena = layout.arena_id("0" * 32, "/r")
-    for name in (layout.slot_file(user, arena, 0, 3), layout.owner_file(user, arena, 0)):
-        assert layout.safe_name(name)
-        assert layout.is_arena_file(name)
-    assert layout.safe_name(layout.node_lock_file(user))
-    assert not layout.is_arena_file(layout.node_lock_file(user))
-
-
-def test_a_copied_root_has_another_arena():
-    run = "0" * 32
-    assert layout.arena_id(run, "/a") != layout.arena_id(run, "/b")
-    assert layout.arena_id(run, "/a\udcff")  # a path that is not UTF-8
-
-
 def test_native_naming_is_this_module():
     naming: layout.NamingScheme = layout.NativeNaming()
     assert naming.parse_committed(naming.committed(7)) == 7
     assert naming.parse_temporary(naming.temporary(7, "a")) == (7, "a")
     assert naming.parse_stale(naming.stale(7, "line")) == (7, "line")
     assert naming.parse_trash(naming.trash(naming.committed(7), "n")) == naming.committed(7)
-
-
-def test_the_owner_file_lies_beside_its_slots():
-    arena = layout.arena_id("0" * 32, "/r")
-    slot, owner = layout.slot_file("me", arena, 1, 12), layout.owner_file("me", arena, 1)
-    assert layout.owner_beside(f"/dev/shm/{slot}") == f"/dev/shm/{owner}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from easyckpt.errors import RootInUse
-from easyckpt.format import layout
+from easyckpt.format import memory_names
 from easyckpt.memory.adoption import find_slots
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.header import SlotMeta
@@ -21,7 +21,7 @@ from tests.support.forked import Forked
 
 USER = "tester"
 RUN = "ab" * 16
-ARENA = layout.arena_id(RUN, "/some/root")
+ARENA = memory_names.arena_id(RUN, "/some/root")
 MIB = 1 << 20
 META = SlotMeta(
     run=RUN,
@@ -116,7 +116,7 @@ def test_the_new_files_are_owned(arena, memory_dir):
 def test_files_are_left_to_another_process_that_owns_the_name_now(arena, memory_dir):
     assert save(arena, 1)
     remove_all(memory_dir)
-    path = str(memory_dir / layout.owner_file(USER, ARENA, 0))
+    path = str(memory_dir / memory_names.owner_file(USER, ARENA, 0))
 
     def other(child: Forked) -> None:
         assert OwnerLock(path).try_acquire()

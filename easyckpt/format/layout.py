@@ -1,15 +1,13 @@
-"""Every name that easyckpt gives to a file or a directory, and the parser of each.
+"""Every name that easyckpt gives to a file or a directory outside of shared memory, and the parser of each.
 
-Only this module knows names. A parser accepts the canonical spelling alone (what the matching function returns) and
-answers None to everything else, so that a file that merely looks like ours is left in peace.
+Only this module and `memory_names` know names. A parser accepts the canonical spelling alone (what the matching
+function returns) and answers None to everything else, so that a file that merely looks like ours is left in peace.
 """
 
 from __future__ import annotations
 
 import re
 from typing import Protocol
-
-import xxhash
 
 MANIFEST = "manifest.json"
 ROOT_FILE = "easyckpt.json"
@@ -23,11 +21,6 @@ PINS = "pins"
 EVENTS = "events"
 METRICS = "metrics.jsonl"
 AUDIT = "audit"
-#: How the names of directories begin in which audits keep their runs' shared memory; the file in them that carries the
-#: audit's record lock.
-AUDIT_MEMORY = "easyckpt-audit-"
-AUDIT_OWNER = "audit.owner"
-OWNER = ".owner"
 _PROBE = ".easyckpt-doctor-"
 
 #: Steps have up to 18 digits, so that every one fits in 63 bits.
@@ -36,33 +29,31 @@ MAX_RANK = 10**9 - 1
 
 _STEP = r"step-(?P<step>[0-9]{8}|[1-9][0-9]{8,17})"
 _WORD = r"[0-9A-Za-z_-]{1,64}"
-_RANK = r"(?P<rank>[0-9]{5}|[1-9][0-9]{5,8})"
+#: How a rank is written in a name.
+RANK = r"(?P<rank>[0-9]{5}|[1-9][0-9]{5,8})"
 
 _step_dir = re.compile(_STEP)
 _stale_dir = re.compile(rf"{_STEP}\.stale-(?P<word>{_WORD})")
 _tmp_dir = re.compile(rf"\.{_STEP}\.(?P<word>{_WORD})\.tmp")
 _trash = re.compile(r"\.trash-(?P<nonce>[0-9A-Za-z_]{1,64})-(?P<name>.+)")
 _temp_file = re.compile(rf"\.(?P<name>.+)\.(?P<word>{_WORD})\.tmp")
-_shard_file = re.compile(rf"rank-{_RANK}\.safetensors")
-_index_file = re.compile(rf"rank-{_RANK}\.json")
-_events_file = re.compile(rf"rank-{_RANK}\.jsonl")
+_shard_file = re.compile(rf"rank-{RANK}\.safetensors")
+_index_file = re.compile(rf"rank-{RANK}\.json")
+_events_file = re.compile(rf"rank-{RANK}\.jsonl")
 _pin = re.compile(r"step-(?P<step>0|[1-9][0-9]{0,17})")
 _word = re.compile(_WORD)
 _nonce = re.compile(r"[0-9A-Za-z_]{1,64}")
-_arena_id = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
-_arena_file = re.compile(
-    r"easyckpt-(?P<user>[0-9A-Za-z_.-]{1,64})-(?P<arena>[0-9a-f]{12}-[0-9a-f]{8})-"
-    rf"{_RANK}\.(?:(?P<slot>0|[1-9][0-9]{{0,5}})|owner)"
-)
 
 
-def _checked(value: str, pattern: re.Pattern[str], what: str) -> str:
+def checked(value: str, pattern: re.Pattern[str], what: str) -> str:
+    """`value`, which goes into a name as it is; ValueError where it does not fit in."""
     if pattern.fullmatch(value) is None:
         raise ValueError(f"{value!r} cannot be {what} in a file name")
     return value
 
 
-def _checked_number(value: int, limit: int, what: str) -> int:
+def checked_number(value: int, limit: int, what: str) -> int:
+    """`value`, which goes into a name as a number; ValueError where a parser would not take it."""
     if not 0 <= value <= limit:
         raise ValueError(f"{what} {value} is not in 0..{limit}")
     return value
@@ -90,7 +81,7 @@ def safe_name(name: object) -> bool:
 
 def step_dir(step: int) -> str:
     """``step-00000030``: a committed checkpoint."""
-    return f"step-{_checked_number(step, MAX_STEP, 'step'):08d}"
+    return f"step-{checked_number(step, MAX_STEP, 'step'):08d}"
 
 
 def parse_step_dir(name: str) -> int | None:
@@ -100,7 +91,7 @@ def parse_step_dir(name: str) -> int | None:
 
 def stale_dir(step: int, timeline: str) -> str:
     """``step-00000030.stale-<timeline>``: committed, then set aside when `timeline` was opened before it."""
-    return f"{step_dir(step)}.stale-{_checked(timeline, _word, 'a timeline')}"
+    return f"{step_dir(step)}.stale-{checked(timeline, _word, 'a timeline')}"
 
 
 def parse_stale_dir(name: str) -> tuple[int, str] | None:
@@ -111,7 +102,7 @@ def parse_stale_dir(name: str) -> tuple[int, str] | None:
 
 def tmp_dir(step: int, attempt: str) -> str:
     """``.step-00000030.<attempt>.tmp``: one attempt at a commit, not yet made."""
-    return f".{step_dir(step)}.{_checked(attempt, _word, 'an attempt')}.tmp"
+    return f".{step_dir(step)}.{checked(attempt, _word, 'an attempt')}.tmp"
 
 
 def parse_tmp_dir(name: str) -> tuple[int, str] | None:
@@ -124,7 +115,7 @@ def trash_dir(name: str, nonce: str) -> str:
     """``.trash-<nonce>-<name>``: about to be deleted; never a candidate for anything."""
     if not safe_name(name):
         raise ValueError(f"{name!r} is not a name of a file")
-    return f".trash-{_checked(nonce, _nonce, 'a nonce')}-{name}"
+    return f".trash-{checked(nonce, _nonce, 'a nonce')}-{name}"
 
 
 def parse_trash_dir(name: str) -> str | None:
@@ -138,7 +129,7 @@ def parse_trash_dir(name: str) -> str | None:
 
 def shard_file(rank: int) -> str:
     """``rank-00000.safetensors``: the tensors that one rank wrote."""
-    return f"rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.safetensors"
+    return f"rank-{checked_number(rank, MAX_RANK, 'rank'):05d}.safetensors"
 
 
 def parse_shard_file(name: str) -> int | None:
@@ -148,7 +139,7 @@ def parse_shard_file(name: str) -> int | None:
 
 def index_file(rank: int) -> str:
     """``rank-00000.json``: what lies where in the shard, and the rank's other state."""
-    return f"rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.json"
+    return f"rank-{checked_number(rank, MAX_RANK, 'rank'):05d}.json"
 
 
 def parse_index_file(name: str) -> int | None:
@@ -158,7 +149,7 @@ def parse_index_file(name: str) -> int | None:
 
 def pin_file(step: int) -> str:
     """``pins/step-30``: its presence keeps that step from retention."""
-    return f"{PINS}/step-{_checked_number(step, MAX_STEP, 'step')}"
+    return f"{PINS}/step-{checked_number(step, MAX_STEP, 'step')}"
 
 
 def parse_pin_file(name: str) -> int | None:
@@ -168,7 +159,7 @@ def parse_pin_file(name: str) -> int | None:
 
 def events_file(rank: int) -> str:
     """``events/rank-00000.jsonl``: what that rank did."""
-    return f"{EVENTS}/rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.jsonl"
+    return f"{EVENTS}/rank-{checked_number(rank, MAX_RANK, 'rank'):05d}.jsonl"
 
 
 def parse_events_file(name: str) -> int | None:
@@ -178,12 +169,12 @@ def parse_events_file(name: str) -> int | None:
 
 def audit_file(rank: int) -> str:
     """``audit/rank-00000.jsonl``: what that rank has noted of an audited run."""
-    return f"{AUDIT}/rank-{_checked_number(rank, MAX_RANK, 'rank'):05d}.jsonl"
+    return f"{AUDIT}/rank-{checked_number(rank, MAX_RANK, 'rank'):05d}.jsonl"
 
 
 def temp_file(name: str, nonce: str) -> str:
     """``.<name>.<nonce>.tmp``: the new content of the small file `name` before it takes its place."""
-    temporary = f".{name}.{_checked(nonce, _word, 'a nonce')}.tmp"
+    temporary = f".{name}.{checked(nonce, _word, 'a nonce')}.tmp"
     if not safe_name(name) or parse_tmp_dir(temporary) is not None:
         raise ValueError(f"{name!r} is not a name of a small file")
     return temporary
@@ -201,6 +192,16 @@ def is_beside_lease(name: str) -> bool:
     return match is not None and is_temp_file(name) and (match["name"] == LEASE or is_beside_lease(match["name"]))
 
 
+def probe_dir(nonce: str) -> str:
+    """``.easyckpt-doctor-<nonce>``: where `doctor` tries a root out; no candidate for anything."""
+    return f"{_PROBE}{checked(nonce, _nonce, 'a nonce')}"
+
+
+def is_probe_dir(name: str) -> bool:
+    """Is this a :func:`probe_dir` name?"""
+    return name.startswith(_PROBE) and _nonce.fullmatch(name.removeprefix(_PROBE)) is not None
+
+
 # Files of weights outside a root.
 
 
@@ -209,89 +210,6 @@ def weights_format(name: str) -> str | None:
     if name.lower().endswith(SAFETENSORS):
         return "safetensors"
     return "torch" if name.lower().endswith(TORCH_FILES) else None
-
-
-# Shared memory.
-
-
-def arena_id(run: str, root_realpath: str) -> str:
-    """What all arenas of one run in one root have in common; a copied root gets another one."""
-    place = xxhash.xxh3_64_hexdigest(root_realpath.encode("utf-8", "surrogateescape"))[:8]
-    return _checked(f"{run[:12]}-{place}", _arena_id, "an arena id")
-
-
-def _label(user: str) -> str:
-    # Who owns a file is asked of the file system.
-    return re.sub(r"[^0-9A-Za-z_.-]", "_", user)[:64] or "_"
-
-
-def slot_file(user: str, arena_id: str, rank: int, slot: int) -> str:
-    """``easyckpt-<user>-<arena id>-<rank>.<slot>``: one snapshot in shared memory."""
-    _checked_number(slot, 999_999, "slot")
-    return f"{_arena_stem(user, arena_id, rank)}.{slot}"
-
-
-def owner_file(user: str, arena_id: str, rank: int) -> str:
-    """``easyckpt-<user>-<arena id>-<rank>.owner``: carries the record lock of the process that owns the arena."""
-    return f"{_arena_stem(user, arena_id, rank)}.owner"
-
-
-def _arena_stem(user: str, arena: str, rank: int) -> str:
-    _checked(arena, _arena_id, "an arena id")
-    return f"easyckpt-{_label(user)}-{arena}-{_checked_number(rank, MAX_RANK, 'rank'):05d}"
-
-
-def owner_beside(slot_path: str) -> str:
-    """The owner file of the arena that the slot at `slot_path` belongs to, in the same directory."""
-    return slot_path.rpartition(".")[0] + ".owner"
-
-
-def node_lock_file(user: str) -> str:
-    """``easyckpt-<user>.lock``: held while ranks of one node divide its memory."""
-    return f"easyckpt-{_label(user)}.lock"
-
-
-def is_arena_file(name: str, user: str | None = None, arena: str | None = None) -> bool:
-    """Is this a :func:`slot_file` or an :func:`owner_file` name, of that user and arena where they are given?"""
-    match = _arena_file.fullmatch(name)
-    return match is not None and _has(match, user, arena, None)
-
-
-def is_slot_file(name: str, user: str | None = None, arena: str | None = None, rank: int | None = None) -> bool:
-    """Is this a :func:`slot_file` name, of that user, arena and rank where they are given?"""
-    match = _arena_file.fullmatch(name)
-    return match is not None and match["slot"] is not None and _has(match, user, arena, rank)
-
-
-def parse_arena_file(name: str) -> tuple[str, str, int, int | None] | None:
-    """(user's label, arena id, rank, slot) of a name of an arena; the slot is None for an :func:`owner_file`."""
-    match = _arena_file.fullmatch(name)
-    if match is None:
-        return None
-    return match["user"], match["arena"], int(match["rank"]), None if match["slot"] is None else int(match["slot"])
-
-
-def is_audit_memory(name: str) -> bool:
-    """Is this the name of a directory that an audit keeps its runs' shared memory in?"""
-    return name.startswith(AUDIT_MEMORY) and safe_name(name)
-
-
-def probe_dir(nonce: str) -> str:
-    """``.easyckpt-doctor-<nonce>``: where `doctor` tries a root out; no candidate for anything."""
-    return f"{_PROBE}{_checked(nonce, _nonce, 'a nonce')}"
-
-
-def is_probe_dir(name: str) -> bool:
-    """Is this a :func:`probe_dir` name?"""
-    return name.startswith(_PROBE) and _nonce.fullmatch(name.removeprefix(_PROBE)) is not None
-
-
-def _has(match: re.Match[str], user: str | None, arena: str | None, rank: int | None) -> bool:
-    return (
-        (user is None or match["user"] == _label(user))
-        and (arena is None or match["arena"] == arena)
-        and (rank is None or int(match["rank"]) == rank)
-    )
 
 
 class NamingScheme(Protocol):

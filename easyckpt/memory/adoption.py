@@ -9,7 +9,7 @@ import os
 import stat
 
 from easyckpt.errors import DamagedCheckpoint, EasyckptError, ForeignFormat, FormatError
-from easyckpt.format import layout
+from easyckpt.format import memory_names
 from easyckpt.memory.header import SlotMeta
 from easyckpt.memory.reading import peek
 from easyckpt.memory.slot import Slot
@@ -47,7 +47,7 @@ def take_over(directory: str, user: str, identity: tuple[str, str, int]) -> Foun
     elsewhere: dict[int, str] = {}
     for path in _slot_paths(directory, None):
         # Another rank's slot is in use by its owner: it is judged by its header alone, and never touched.
-        mine = layout.is_slot_file(os.path.basename(path), user, *identity[1:])
+        mine = memory_names.is_slot_file(os.path.basename(path), user, *identity[1:])
         try:
             meta = peek(path)
             if meta is None and not mine:
@@ -111,4 +111,4 @@ def _slot_paths(directory: str, user: str | None) -> list[str]:
     except FileNotFoundError:
         return []
     # Owner files are never opened here: closing one would drop this process's own lock on it.
-    return [os.path.join(directory, name) for name in sorted(names) if layout.is_slot_file(name, user)]
+    return [os.path.join(directory, name) for name in sorted(names) if memory_names.is_slot_file(name, user)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 
 from easyckpt import failpoints
 from easyckpt.errors import RootInUse, UsageError
-from easyckpt.format import layout
+from easyckpt.format import memory_names
 from easyckpt.memory.adoption import find_slots, take_over
 from easyckpt.memory.owner import OwnerLock
 from easyckpt.memory.place import user_name
@@ -79,7 +79,7 @@ class Arena:
             threads=populate_threads,
         )
         self._lock = self._supply.lock
-        self._owner = OwnerLock(os.path.join(directory, layout.owner_file(user, arena_id, rank)), note)
+        self._owner = OwnerLock(os.path.join(directory, memory_names.owner_file(user, arena_id, rank)), note)
         self._own()
         failpoints.hit(_OWNED)
 
@@ -261,7 +261,7 @@ class Arena:
         self._supply.raise_failure()
 
     def _slot_path(self, number: int) -> str:
-        return os.path.join(self.directory, layout.slot_file(self.user, self.arena_id, self.rank, number))
+        return os.path.join(self.directory, memory_names.slot_file(self.user, self.arena_id, self.rank, number))
 
     def _all(self) -> list[Slot]:
         if self._inert():  # (in a child, `_lock` may be locked for ever)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from easyckpt.errors import FormatError
-from easyckpt.format import layout
+from easyckpt.format import memory_names
 from easyckpt.memory.files import open_checked
 
 #: The part of the free memory that snapshots may take.
@@ -63,7 +63,7 @@ def held_bytes(directory: str, user: str, arena_id: str) -> int:
     total = 0
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            if layout.is_arena_file(entry.name, user, arena_id):
+            if memory_names.is_arena_file(entry.name, user, arena_id):
                 with contextlib.suppress(OSError):
                     found = entry.stat(follow_symlinks=False)
                     total += found.st_blocks * 512 if found.st_uid == os.geteuid() else 0
@@ -76,7 +76,7 @@ def node_lock(directory: str, user: str, timeout: float = 30.0) -> Iterator[bool
 
     It only keeps the division fair, so a lock that stays held (seconds: `timeout`) or cannot be opened is a warning.
     """
-    path = os.path.join(directory, layout.node_lock_file(user))
+    path = os.path.join(directory, memory_names.node_lock_file(user))
     try:
         fd = _open_lock(path)
     except (OSError, FormatError) as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from easyckpt.errors import DamagedCheckpoint, ForeignFormat, FormatError
-from easyckpt.format import layout
+from easyckpt.format import memory_names
 from easyckpt.memory.files import open_checked
 from easyckpt.memory.header import SlotMeta
 from easyckpt.memory.owner import OwnerLock
@@ -44,7 +44,7 @@ class OwnerNote:
         try:
             fields = json.loads(data)
             note = cls(fields["root"], fields["device"])
-            place = layout.arena_id(arena_id.partition("-")[0], note.root)
+            place = memory_names.arena_id(arena_id.partition("-")[0], note.root)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         sound = type(note.device) is int and os.path.isabs(note.root) and "\0" not in note.root
@@ -89,10 +89,10 @@ def find(directory: str) -> list[Arena]:
     """Every arena of this user in `directory`, by id."""
     arenas: dict[tuple[str, str], Arena] = {}
     for name, path in _ours(directory):
-        user, arena_id, rank, slot = layout.parse_arena_file(name) or ("", "", 0, None)
+        user, arena_id, rank, slot = memory_names.parse_arena_file(name) or ("", "", 0, None)
         arena = arenas.setdefault((arena_id, user), Arena(arena_id, user))
         arena.ranks.add(rank)
-        owner = os.path.join(directory, layout.owner_file(user, arena_id, rank))
+        owner = os.path.join(directory, memory_names.owner_file(user, arena_id, rank))
         if owner not in arena.owners:
             free = OwnerLock.is_free(owner)
             arena.owners[owner] = None if free is None else not free
@@ -113,7 +113,7 @@ def of_others(directory: str) -> tuple[int, int]:
     files = nbytes = 0
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            if layout.is_arena_file(entry.name):
+            if memory_names.is_arena_file(entry.name):
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
                     if status.st_uid != os.geteuid():
@@ -150,7 +150,7 @@ def _ours(directory: str) -> Iterator[tuple[str, str]]:
         for name in sorted(os.listdir(directory)):
             path = os.path.join(directory, name)
             with contextlib.suppress(FileNotFoundError):
-                if layout.is_arena_file(name) and os.lstat(path).st_uid == os.geteuid():
+                if memory_names.is_arena_file(name) and os.lstat(path).st_uid == os.geteuid():
                     yield name, path
 
 
@@ -167,7 +167,7 @@ def _look_into(arena: Arena) -> None:
             continue
         if meta is None:
             arena.unsealed += 1
-        elif (meta.arena_id, layout.owner_beside(path) in arena.owners) == (arena.arena_id, True):
+        elif (meta.arena_id, memory_names.owner_beside(path) in arena.owners) == (arena.arena_id, True):
             arena.metas.append(meta)
         else:
             arena.problems.append(f"{path}: holds a snapshot of another arena ({meta.arena_id})")

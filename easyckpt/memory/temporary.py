@@ -9,7 +9,7 @@ import stat
 import tempfile
 from dataclasses import dataclass
 
-from easyckpt.format import layout
+from easyckpt.format import memory_names
 from easyckpt.memory.owner import OwnerLock
 from easyckpt.memory.place import memory_directory
 
@@ -21,8 +21,8 @@ class TemporaryMemory:
     """
 
     def __init__(self, memory_dir: str | None) -> None:
-        self.path = tempfile.mkdtemp(prefix=layout.AUDIT_MEMORY, dir=memory_directory(memory_dir)[0])
-        self._lock = OwnerLock(os.path.join(self.path, layout.AUDIT_OWNER))
+        self.path = tempfile.mkdtemp(prefix=memory_names.AUDIT_MEMORY, dir=memory_directory(memory_dir)[0])
+        self._lock = OwnerLock(os.path.join(self.path, memory_names.AUDIT_OWNER))
         self._lock.try_acquire()
 
     def remove(self) -> None:
@@ -51,7 +51,7 @@ def find_directories(directory: str) -> list[LeftDirectory]:
             path = os.path.join(directory, name)
             with contextlib.suppress(OSError):
                 status = os.lstat(path)
-                if layout.is_audit_memory(name) and _is_ours(status):
+                if memory_names.is_audit_memory(name) and _is_ours(status):
                     found.append(LeftDirectory(path, _size(path), status.st_mtime, _in_use(path)))
     return found
 
@@ -72,10 +72,10 @@ def _is_ours(status: os.stat_result) -> bool:
 def _in_use(path: str) -> bool | None:
     """Whether the audit lives, or a command that it had started and that has outlived it."""
     names = os.listdir(path)
-    owners = [name for name in names if name.endswith(layout.OWNER) and name != layout.AUDIT_OWNER]
+    owners = [name for name in names if name.endswith(memory_names.OWNER) and name != memory_names.AUDIT_OWNER]
     if any(OwnerLock.is_free(os.path.join(path, name)) is False for name in owners):
         return True
-    free = OwnerLock.is_free(os.path.join(path, layout.AUDIT_OWNER))
+    free = OwnerLock.is_free(os.path.join(path, memory_names.AUDIT_OWNER))
     return None if free is None else not free
 
 

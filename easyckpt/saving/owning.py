@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from easyckpt.config import CheckpointConfig
 from easyckpt.errors import EasyckptError, LeaseLost, RootInUse
-from easyckpt.format import layout
+from easyckpt.format import memory_names
 from easyckpt.memory.owner import OwnerLock
 from easyckpt.memory.place import memory_directory, user_name
 from easyckpt.storage.base import Storage
@@ -31,9 +31,9 @@ def owned_root(
     waited for while another job may own it. Raises RootInUse, which names the owner, where one lives.
     """
     directory, _ = memory_directory(config.memory_dir)
-    arena = layout.arena_id(run, os.path.realpath(storage.root))
+    arena = memory_names.arena_id(run, os.path.realpath(storage.root))
     # The lock of the job's rank 0: a job that lives here holds it, and one that starts meanwhile does not get it.
-    owner = os.path.join(directory, layout.owner_file(user_name(), arena, 0))
+    owner = os.path.join(directory, memory_names.owner_file(user_name(), arena, 0))
     with owned_arenas([owner], storage), owned_lease(storage, run, owner, config, on_wait) as check:
         yield check
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from easyckpt import catalog
 from easyckpt.config import CheckpointConfig
 from easyckpt.errors import ForeignFormat, LeaseLost, NotLoaded
-from easyckpt.format import layout
+from easyckpt.format import layout, memory_names
 from easyckpt.format.image import Layout
 from easyckpt.format.layout import NamingScheme
 from easyckpt.format.manifest import RootRecord
@@ -56,7 +56,7 @@ def rescue(
     storage = LocalStorage(root, direct_io=config.direct_io)
     directory, _ = memory_directory(config.memory_dir)
     # What is found now may be gone, or be of other steps, once it is owned: a job may live and go on until then.
-    owners = {layout.owner_beside(path) for path, _ in _slots(storage, _record(storage), directory, user)}
+    owners = {memory_names.owner_beside(path) for path, _ in _slots(storage, _record(storage), directory, user)}
     with owned_arenas(owners, storage):
         record = _record(storage)
         if not _whole_groups(storage, record, directory, user, owners):
@@ -88,7 +88,7 @@ def _on_line(record: RootRecord, entry: catalog.Entry) -> bool:
 
 def _slots(storage: Storage, record: RootRecord, directory: str, user: str | None) -> list[Held]:
     """What is sealed in this node's memory for `storage`."""
-    arena = layout.arena_id(record.run, os.path.realpath(storage.root))
+    arena = memory_names.arena_id(record.run, os.path.realpath(storage.root))
     return [
         (path, meta)
         for path, meta in find_slots(directory, user)
@@ -102,7 +102,7 @@ def _whole_groups(
     """All ranks' slots of one step, by rank, for the steps in the past of the newest timeline; oldest step first."""
     parts: dict[tuple[int, str], dict[int, Held]] = {}
     for path, meta in _slots(storage, record, directory, user):
-        if layout.owner_beside(path) in owners and record.on_ancestry(meta.timeline, meta.step):
+        if memory_names.owner_beside(path) in owners and record.on_ancestry(meta.timeline, meta.step):
             parts.setdefault((meta.step, meta.timeline), {})[meta.rank] = (path, meta)
     whole = []
     for _, by_rank in sorted(parts.items()):

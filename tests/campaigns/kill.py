@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from easyckpt.format import layout
+from easyckpt.format import memory_names
 from easyckpt.memory.adoption import find_slots
 from easyckpt.memory.place import user_name
 from easyckpt.memory.slot import SlotMeta
@@ -139,9 +139,10 @@ class Chain:
 
     def sealed_in_memory(self) -> int:
         """Newest step that lies sealed in every rank's memory: what the logs, written later, may not say yet."""
+        root = str(self.root.resolve())
         held: dict[int, set[int]] = {rank: set() for rank in self.all()}
         for _, meta in find_slots(os.environ["EASYCKPT_MEMORY_DIR"], user_name()):
-            if isinstance(meta, SlotMeta) and meta.arena_id == layout.arena_id(meta.run, str(self.root.resolve())):
+            if isinstance(meta, SlotMeta) and meta.arena_id == memory_names.arena_id(meta.run, root):
                 held[meta.rank].add(meta.step)
         return max(set.intersection(*held.values()), default=0)
 

@@ -14,7 +14,7 @@ from easyckpt.cli import output
 from easyckpt.cli.doctor.finding import Finding
 from easyckpt.cli.doctor.place import Place
 from easyckpt.errors import EasyckptError
-from easyckpt.format import layout
+from easyckpt.format import layout, memory_names
 from easyckpt.format.layout import NativeNaming
 from easyckpt.memory import leftovers as memory
 from easyckpt.memory.leftovers import Arena, OwnerNote
@@ -157,7 +157,7 @@ def _by_root(arena: Arena, root: str) -> Verdict:
     record = catalog.read_root(storage)
     if record is None:
         return _without_root(arena, root, f"{root} is there, but holds no record of a run ({layout.ROOT_FILE})")
-    if layout.arena_id(record.run, os.path.realpath(root)) != arena.arena_id:
+    if memory_names.arena_id(record.run, os.path.realpath(root)) != arena.arena_id:
         return _without_root(arena, root, f"{root} belongs to another run now")
     committed = [
         entry.step

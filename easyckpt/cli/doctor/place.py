@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from easyckpt import catalog
 from easyckpt.catalog import Entry
 from easyckpt.errors import EasyckptError, UsageError
-from easyckpt.format import layout
+from easyckpt.format import layout, memory_names
 from easyckpt.format.layout import NativeNaming
 from easyckpt.format.manifest import Index, RootRecord
 from easyckpt.storage.local import LocalStorage
@@ -31,7 +31,7 @@ class Place:
     @property
     def arena_id(self) -> str | None:
         """Of the root's run."""
-        return None if self.record is None else layout.arena_id(self.record.run, os.path.realpath(self.directory))
+        return None if self.record is None else memory_names.arena_id(self.record.run, os.path.realpath(self.directory))
 
 
 def look_at(given: str | None) -> Place:
