@@ -16,8 +16,9 @@ from typing import Literal
 
 from easyckpt.event_kinds import STILL_RUNNING
 from easyckpt.saving.attempt import Attempt, Work, attempt_name
+from easyckpt.saving.decisions import Decisions
 from easyckpt.saving.failures import missing_at_the_end
-from easyckpt.saving.messages import Board, Decision, Flush, Post
+from easyckpt.saving.messages import Board, Flush, Post
 from easyckpt.saving.pace import Pace
 
 __all__ = ["Due", "Leader", "LeaderPolicy", "Work"]
@@ -65,9 +66,8 @@ class Leader:
         self._waited = 0
         self._heard: list[tuple[Post | None, float]] = [(None, 0.0)] * world_size
         """The newest post of each rank, and when it came."""
-        self._decisions: list[Decision] = []
-        self._numbers = 0
         self._pace = Pace()
+        self._decisions = Decisions(self._pace)
         self._emergency = 0
         self._emergency_over = False
         self._emergency_deadline = 0.0
@@ -114,8 +114,7 @@ class Leader:
         self._without_memory = any(post.without_memory for post in known)
         self._update_floor(known, everyone)
         if everyone:
-            seen = min(post.seen for post in known)
-            self._decisions = [decision for decision in self._decisions if decision.number > seen]
+            self._decisions.seen(min(post.seen for post in known))
         self._pace.update(max((post.step for post in known), default=-1), now)
         self._begin_emergency(max((post.emergency for post in known), default=0), now)
         self._dues = deque(due for due in self._dues if due.step > self.committed and not self._lost)
@@ -140,12 +139,12 @@ class Leader:
         lost = self._active.lost and flush.step != flush.due  # what is due is held
         self._active = None
         if work.kind == "clean up":
-            self._decide(flush, "skipped" if lost else "failed", reason=flush.abandoned or "abandoned")
+            self._decisions.take(flush, "skipped" if lost else "failed", reason=flush.abandoned or "abandoned")
         elif reason is None:
             self.committed = max(self.committed, flush.step) if flush.line == self._line else self.committed
-            self._decide(flush, "committed", nbytes=nbytes, seconds=seconds)
+            self._decisions.take(flush, "committed", nbytes=nbytes, seconds=seconds)
         else:
-            self._decide(flush, "unknown" if unknown else "failed", reason=reason)
+            self._decisions.take(flush, "unknown" if unknown else "failed", reason=reason)
         if flush.due is None and flush.line == self._line and self.committed < flush.step and not lost:
             self._failed_floor = flush.step  # tried once for a signal or the end of the job: not again and again
 
@@ -244,31 +243,7 @@ class Leader:
 
     def _decide_due(self, due: Due, outcome: Literal["failed", "skipped"], reason: str) -> None:
         flush = Flush(attempt="", step=due.step, due=due.step, share=None, line=self._line)
-        self._decide(flush, outcome, reason=reason)
-
-    def _decide(
-        self,
-        flush: Flush,
-        outcome: Literal["committed", "skipped", "failed", "unknown"],
-        *,
-        reason: str = "",
-        nbytes: int = 0,
-        seconds: float = 0.0,
-    ) -> None:
-        self._numbers += 1
-        decision = Decision(
-            number=self._numbers,
-            outcome=outcome,
-            due=flush.due,
-            step=flush.step,
-            attempt=flush.attempt or None,
-            reason=reason,
-            nbytes=nbytes,
-            seconds=seconds,
-            raise_at=self._pace.step_ahead(),
-            line=flush.line,
-        )
-        self._decisions.append(decision)
+        self._decisions.take(flush, outcome, reason=reason)
 
     def _in_emergency(self) -> bool:
         return self._emergency > 0 and not self._emergency_over
@@ -319,7 +294,7 @@ class Leader:
             useless=self._useless,
             without_memory=self._without_memory,
             flush=None if self._active is None else self._active.flush,
-            decisions=tuple(self._decisions),
+            decisions=self._decisions.on_board,
             emergency=self._emergency,
             emergency_over=self._emergency_over,
             preempt_at=self._preempt_at,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+Outcome = Literal["committed", "skipped", "failed", "unknown"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -78,7 +80,7 @@ class Decision:
     """How one due flush ended."""
 
     number: int
-    outcome: Literal["committed", "skipped", "failed", "unknown"]
+    outcome: Outcome
     due: int | None
     step: int
     attempt: str | None = None
