@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from easyckpt.config import CheckpointConfig
@@ -22,12 +22,12 @@ from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import SlotMeta
 from easyckpt.saving import last_look
 from easyckpt.saving.alarms import Alarms
-from easyckpt.saving.attempt import Work
 from easyckpt.saving.failures import error_of
 from easyckpt.saving.flusher import Flusher
+from easyckpt.saving.leading import Leading
 from easyckpt.saving.ledger import Ledger
 from easyckpt.saving.live import LiveSnapshot
-from easyckpt.saving.messages import Board, Decision, Flush, Post, Report, dump, load_board, load_post
+from easyckpt.saving.messages import Board, Decision, Flush, Post, Report, dump, load_board
 from easyckpt.saving.participant import Participant
 from easyckpt.saving.waking import Bell, Latch
 from easyckpt.saving.worker import give_way
@@ -85,17 +85,19 @@ class CoordinatorThread:
         self.alarms = Alarms()
         self.board = Board()
         self._parts, self._ledger = parts, ledger
-        self._leads = parts.ranks.rank == 0
         self._posted: Post | None = None
-        self._published: Board | None = None
         self._jobs: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = []
+        leads = parts.ranks.rank == 0
         self._participant = Participant(
             parts.flusher,
             view_of=self._view,
             watch=self._watch,
             report=self._report,
             emit=parts.emit,
-            leads=self._leads,
+            leads=leads,
+        )
+        self._leading = (
+            Leading(parts.mailbox, parts.flusher, ledger, view_of=self._view, watch=self._watch) if leads else None
         )
         self._left = False
         self._beat_seconds = parts.config.peer_timeout / BEATS_IN_PEER_TIMEOUT
@@ -140,8 +142,8 @@ class CoordinatorThread:
         before, deserted = (self.board, self._posted), self.deserted
         self._collect_jobs()
         self._speak()
-        if self._leads:
-            self._lead()
+        if self._leading is not None:
+            self._leading.lead()
         data = self._parts.mailbox.board()
         if data is not None:
             board = load_board(data)
@@ -193,37 +195,7 @@ class CoordinatorThread:
     def _report(self, report: Report) -> None:
         self._ledger.tell(report=report)
 
-    # -- leading
-
-    def _lead(self) -> None:
-        board, works = self._ledger.lead(self._posts(), time.monotonic())
-        for work in works:
-            self._start_work(work)
-        if board != self._published:
-            self._parts.mailbox.publish(dump(board))
-            self._published = board
-
-    def _posts(self) -> list[Post | None]:
-        return [None if data is None else load_post(data) for data in self._parts.mailbox.posts()]
-
-    def _start_work(self, work: Work) -> None:
-        flusher, view = self._parts.flusher, None
-        if work.kind == "commit":
-            try:
-                view = self._view(work.flush)
-            except EasyckptError as error:
-                work = replace(work, kind="clean up", flush=replace(work.flush, abandoned=f"rank 0: {error}"))
-        future = flusher.clean_up(work) if view is None else flusher.commit(work, view)
-
-        def finish(done: Future[Any]) -> None:
-            result = done.result()
-            self._ledger.work_done(
-                work, reason=result.reason, unknown=result.unknown, nbytes=result.nbytes, seconds=result.seconds
-            )
-            if view is not None and result.reason is None:
-                self._watch(flusher.retain({work.flush.step}), _log_failure)
-
-        self._watch(future, finish)
+    # -- what others do in the background
 
     def _watch(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
         """Have `then` called on this thread once `future` is done."""
@@ -276,7 +248,7 @@ class CoordinatorThread:
         outstanding = bool(self._ledger.pending() or self._participant.attempt)
         limit = self._parts.config.commit_timeout + 2 * self._parts.config.peer_timeout
         if outstanding and time.monotonic() - self._moved > limit:
-            what = "storage has not answered rank 0" if self._leads else "rank 0 has decided nothing"
+            what = "storage has not answered rank 0" if self._leading is not None else "rank 0 has decided nothing"
             raise PeerTimeout(f"{what} for {limit:g} s")
         if not outstanding:
             self._moved = time.monotonic()
@@ -287,7 +259,8 @@ class CoordinatorThread:
         """After an exception nobody is waited for, once nothing runs that this rank has a part in."""
         if self._posted is None or not self._posted.aborted:
             return False
-        board = self._published if self._leads and self._published is not None else self.board
+        published = None if self._leading is None else self._leading.published
+        board = self.board if published is None else published
         return board.flush is None and not self._jobs
 
     def _linger(self) -> None:
@@ -295,8 +268,8 @@ class CoordinatorThread:
         self._speak(left=True)
         aborted = self._ledger.post.aborted
         deadline = time.monotonic() + (HURRIED_LEAVE_SECONDS if aborted else LEAVE_TIMEOUT_SECONDS)
-        while self._leads and time.monotonic() < deadline:
-            if all(post is not None and post.left for post in self._posts()):
+        while self._leading is not None and time.monotonic() < deadline:
+            if all(post is not None and post.left for post in self._leading.posts()):
                 return
             time.sleep(QUICK_POLL_SECONDS)
 
@@ -328,8 +301,3 @@ def _event_of(decision: Decision, effort: tuple[int, float]) -> Event:
         return FlushSkipped(step=step, reason=decision.reason)
     nbytes, seconds = effort
     return FlushFailed(step=step, attempt=attempt, reason=decision.reason, bytes=nbytes, seconds=seconds)
-
-
-def _log_failure(done: Future[Any]) -> None:
-    if (error := done.exception()) is not None:
-        logger.error("a background job has failed", exc_info=error)
