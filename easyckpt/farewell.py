@@ -11,7 +11,7 @@ from easyckpt.events import EventLog, Warned
 from easyckpt.opening import OpenedRoot
 from easyckpt.saving.emergency import SignalWatcher
 from easyckpt.saving.housekeeper import Housekeeper
-from easyckpt.saving.saver import SaverParts
+from easyckpt.saving.parts import SaverParts
 
 logger = logging.getLogger("easyckpt")
 

@@ -38,8 +38,8 @@ from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.housekeeper import Housekeeper
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.parts import SaverParts
 from easyckpt.saving.policy import Policy
-from easyckpt.saving.saver import SaverParts
 from easyckpt.saving.scalers import ScalerWatch
 from easyckpt.saving.sizing import expected_bytes
 from easyckpt.saving.slots import TAIL_SLACK_BYTES

@@ -330,7 +330,7 @@ def test_ranks_do_not_wait_for_ever_for_a_line_that_storage_does_not_open(root, 
     held = threading.Event()
     with training.checkpointer as checkpointer:
         flusher, saver = checkpointer._parts.flusher, checkpointer._saver
-        with monkeypatch.context() as patched, impatient(checkpointer):
+        with impatient(checkpointer), monkeypatch.context() as patched:
             patched.setattr(saver, "_parts", dataclasses.replace(saver._parts, ranks=Ranks(0, 2, 0, 2)))
             patched.setattr(flusher, "open_line", lambda *arguments, **options: flusher.submit(held.wait))
             with pytest.raises(easyckpt.StorageError, match=r"no answer for 0\.1 s"):
@@ -343,10 +343,11 @@ def test_ranks_do_not_wait_for_ever_for_a_line_that_storage_does_not_open(root, 
 @contextlib.contextmanager
 def impatient(checkpointer):
     """Short timeouts for the training thread alone."""
-    saver = checkpointer._saver
-    config, saver._config = saver._config, dataclasses.replace(saver._config, commit_timeout=0.3, peer_timeout=0.1)
+    saver, parts = checkpointer._saver, checkpointer._saver._parts
+    short = dataclasses.replace(parts.config, commit_timeout=0.3, peer_timeout=0.1)
+    saver._parts = dataclasses.replace(parts, config=short)
     yield
-    saver._config = config
+    saver._parts = parts
 
 
 def test_a_second_job_on_the_same_root_is_refused_and_names_the_owner(root):

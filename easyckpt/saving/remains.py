@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 
-from easyckpt.saving.saver import SaverParts
+from easyckpt.saving.parts import SaverParts
 
 logger = logging.getLogger("easyckpt")
 

@@ -2,63 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
 
-from easyckpt.config import CheckpointConfig
-from easyckpt.distributed.agree import done_by_rank_0
-from easyckpt.distributed.mailbox import Mailbox
-from easyckpt.distributed.ranks import Ranks
-from easyckpt.distributed.rendezvous import Channel
-from easyckpt.errors import EasyckptError, NotLoaded, SaveFailed, StorageError
-from easyckpt.events import EventLog, SnapshotSkipped, Warned
-from easyckpt.format.layout import NamingScheme
-from easyckpt.format.manifest import RootRecord
-from easyckpt.memory.arena import Arena
+from easyckpt.errors import EasyckptError, SaveFailed
+from easyckpt.events import SnapshotSkipped, Warned
 from easyckpt.memory.slot import Slot
-from easyckpt.saving.accumulation import AccumulationWatch
+from easyckpt.saving.beginning import begin_line
 from easyckpt.saving.catching_up import CatchUp
-from easyckpt.saving.coordinator import Coordinator
 from easyckpt.saving.fingerprint import Then
-from easyckpt.saving.flusher import Flusher
 from easyckpt.saving.line import Origin
 from easyckpt.saving.live import LiveSnapshot
-from easyckpt.saving.metrics import Metrics
+from easyckpt.saving.parts import SaverParts
 from easyckpt.saving.slots import NO_MEMORY, Slots
-from easyckpt.saving.staging import SnapshotIdentity, Stager
-from easyckpt.state.capture import Capture, StateCapture
+from easyckpt.saving.staging import SnapshotIdentity
+from easyckpt.state.capture import Capture
 from easyckpt.state.components import RESERVED
-from easyckpt.storage.base import Storage
-
-#: Between two looks at what the flusher's thread does for the training thread.
-POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaverParts:
-    """The rooms that a Saver works with; the engine builds them."""
-
-    config: CheckpointConfig
-    ranks: Ranks
-    channel: Channel
-    mailbox: Mailbox
-    storage: Storage
-    naming: NamingScheme
-    run: str
-    arena_id: str
-    incarnation: str
-    capture: StateCapture
-    arena: Arena
-    stager: Stager
-    accumulation: AccumulationWatch
-    coordinator: Coordinator
-    flusher: Flusher
-    events: EventLog
-    metrics: Metrics
 
 
 class Saver:
@@ -198,61 +158,8 @@ class Saver:
         return newest <= self._parts.coordinator.committed
 
     def _ready_line(self) -> None:
-        """Before the first save of a line: rank 0 opens it in the root, every rank drops what lies past the fork."""
-        if self._identity is not None:
-            return
-        parts, origin = self._parts, self._origin
-
-        def work() -> dict[str, object]:
-            if origin is None and parts.arena.sealed():
-                raise NotLoaded("a run before has left snapshots in shared memory: call load() before the first save")
-            record, committed = self._opened_line()
-            return {"timeline": record.timelines[-1].id, "committed": committed}
-
-        answer = done_by_rank_0(parts.channel, parts.ranks, "the first save", work, self._config.peer_timeout)
-        timeline, committed = str(answer["timeline"]), int(answer["committed"])
-        kept = None if origin is None or origin.timeline is None else (origin.timeline, origin.step)
-        parts.arena.drop(lambda meta: (meta.timeline, meta.step) != kept)
-        holds = kept is not None and any((meta.timeline, meta.step) == kept for meta in parts.arena.sealed())
-        memory = {"holds": holds, "none": parts.arena.count == 0}
-        answers = parts.channel.exchange("the first save: what is in memory", memory, self._config.peer_timeout)
-        everywhere = all(answer["holds"] for answer in answers)
-        parts.coordinator.ledger.blocking |= any(answer["none"] for answer in answers)
-        parts.coordinator.begin_line(timeline, committed=committed, adopted=kept if everywhere else None)
-        self._identity = SnapshotIdentity(
-            run=parts.run,
-            arena_id=parts.arena_id,
-            incarnation=parts.incarnation,
-            timeline=timeline,
-            rank=parts.ranks.rank,
-            world_size=parts.ranks.world_size,
-        )
-
-    def _opened_line(self) -> tuple[RootRecord, int]:
-        """Rank 0: have the line opened on the flusher's thread, behind a flush that a signal may have begun.
-
-        Other ranks wait in the channel, which belongs to this thread: it tells them that the other one gets on.
-        """
-        parts, got_on = self._parts, threading.Event()
-        future = parts.flusher.open_line(self._origin, parts.metrics, incarnation=parts.incarnation, busy=got_on.set)
-        root = parts.storage.root
-        limit = self._config.commit_timeout + 2 * self._config.peer_timeout  # what a flush may take at most
-        begun = moved = time.monotonic()
-        try:
-            while not futures.wait([future], POLL_SECONDS).done:
-                now = time.monotonic()
-                if got_on.is_set() or not future.running():
-                    got_on.clear()
-                    moved = now
-                    parts.channel.busy()
-                if now - begun > limit and future.cancel():
-                    raise StorageError(f"{root}: a flush before the first save has not ended for {limit:g} s")
-                if now - moved > self._config.peer_timeout and not parts.ranks.alone:
-                    patience = self._config.peer_timeout
-                    raise StorageError(f"{root}: no answer for {patience:g} s, while a line of training was opened")
-            return future.result()
-        finally:
-            future.cancel()  # what was given up, or interrupted, is not done later
+        if self._identity is None:
+            self._identity = begin_line(self._parts, self._origin)
 
     def _want(self, step: int) -> None:
         self._catch_up.forget()
