@@ -26,7 +26,6 @@ from easyckpt.events import EventLog, Stats, Warned
 from easyckpt.events import Restored as RestoredEvent
 from easyckpt.format.layout import MAX_STEP
 from easyckpt.loading.loader import Outcome, Restored
-from easyckpt.saving import remains
 from easyckpt.saving.line import Origin
 from easyckpt.saving.metrics import COMPONENT as METRICS
 from easyckpt.saving.metrics import Metrics
@@ -128,13 +127,14 @@ class Checkpointer:
         self._step = -1
         self._generators: Any = None
         self._broken: EasyckptError | None = None
-        self._closed = False
-        self._undurable: EasyckptError | None = None
         self._watches_preempted = False
-        self._signals = wiring.watch_signals(
-            self._parts, self._housekeeper, takes_over=lambda: self._watches_preempted, ends=lambda: self._closed
+        self._farewell = farewell.Farewell(self._parts, self._saver, self._opened, self._housekeeper)
+        self._farewell.signals = wiring.watch_signals(
+            self._parts,
+            self._housekeeper,
+            takes_over=lambda: self._watches_preempted,
+            ends=lambda: self._farewell.begun,
         )
-        self._farewell = farewell.Farewell(self._parts, self._opened, self._housekeeper, self._signals)
 
     @guarded
     def load(
@@ -281,59 +281,21 @@ class Checkpointer:
         """
         if self._inert():
             return
-        if not self._closed:
-            self._end()
+        if not self._farewell.begun:
+            stopped = self._auditor is not None and self._auditor.stopping
+            # After a load that was half applied nothing was saved, and that was raised before.
+            self._farewell.close(owes=self._broken is None, keep_arena=stopped)
         ending.forget(self)
-        undurable, self._undurable = self._undurable, None
+        undurable, self._farewell.undurable = self._farewell.undurable, None
         if undurable is not None:
             raise undurable
-
-    def _end(self) -> None:
-        """Leaves in `_undurable` what `close` is to raise."""
-        try:
-            self._closed = True
-            self._saver.close(self._config.close_timeout)
-        except BaseException as error:
-            if not isinstance(error, EasyckptError) or isinstance(error, UsageError):  # (a signal handler's)
-                self._end_interrupted()
-                raise
-            # After a load that was half applied nothing was saved, and that was raised before.
-            self._undurable = error if self._broken is None else None
-        done = self._undurable is None and self._saver.all_committed()
-        stopped = self._auditor is not None and self._auditor.stopping
-        self._farewell.let_go(remove_arena=done and not stopped, linger=farewell.FAREWELL_SECONDS)
-
-    def _end_interrupted(self) -> None:
-        try:
-            self._drain()
-        finally:
-            self._undurable = self._saver.lost("close() was interrupted")
-            self._farewell.let_go(remove_arena=False, linger=0.0)
 
     @guarded
     def abandon(self) -> None:
         """End after an exception: start nothing new, drain for a bounded time, keep what is in memory."""
-        if self._inert() or self._closed:
-            return
-        try:
-            self._closed = True
+        if not (self._inert() or self._farewell.begun):
+            self._farewell.abandon()
             ending.forget(self)
-            self._drain()
-        finally:
-            self._farewell.let_go(remove_arena=False, linger=0.0)
-
-    def _drain(self) -> None:
-        coordinator = self._parts.coordinator
-        try:
-            coordinator.offer(None)
-            self._saver.lose_window()
-            coordinator.see_emergency_through(lambda: self._signals is not None and self._signals.flushing)
-            if not coordinator.abort(self._config.exception_drain_timeout):
-                self._events.emit(Warned(message="a flush was still running when the job ended in an exception"))
-        except KeyboardInterrupt:
-            self._events.emit(Warned(message="interrupted again: what was being flushed is abandoned"))
-            coordinator.hurry()
-        remains.say_after_exception(self._parts, ending.ends_by())
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -353,7 +315,7 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._inert():
             raise UsageError("a forked child cannot use its parent's Checkpointer")
-        if self._closed:
+        if self._farewell.begun:
             raise UsageError("this Checkpointer is closed")
 
     def _check_step(self, given: int) -> int:

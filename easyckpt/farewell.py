@@ -1,4 +1,7 @@
-"""How a Checkpointer lets go of what it holds: in order, each step whatever becomes of the others, in bounded time."""
+"""How a Checkpointer ends: what is not durable is made so, or told; then it lets go of what it holds.
+
+It lets go in order, each step whatever becomes of the others, in bounded time.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from easyckpt.errors import EasyckptError
+from easyckpt import ending
+from easyckpt.errors import EasyckptError, UsageError
 from easyckpt.events import EventLog, Warned
 from easyckpt.opening import OpenedRoot
+from easyckpt.saving import remains
 from easyckpt.saving.emergency import SignalWatcher
 from easyckpt.saving.housekeeper import Housekeeper
 from easyckpt.saving.parts import SaverParts
+from easyckpt.saving.saver import Saver
 
 logger = logging.getLogger("easyckpt")
 
@@ -24,14 +30,59 @@ LAST_WORDS_SECONDS = 1.0
 class Farewell:
     """Of one Checkpointer. A storage that hangs must not keep the process from ending."""
 
-    def __init__(
-        self, parts: SaverParts, opened: OpenedRoot, housekeeper: Housekeeper, signals: SignalWatcher | None
-    ) -> None:
-        self._parts, self._opened, self._housekeeper, self._signals = parts, opened, housekeeper, signals
+    def __init__(self, parts: SaverParts, saver: Saver, opened: OpenedRoot, housekeeper: Housekeeper) -> None:
+        self._parts, self._saver, self._opened, self._housekeeper = parts, saver, opened, housekeeper
+        self.signals: SignalWatcher | None = None
+        """Watches signals for this Checkpointer, if anything does."""
+        self.begun = False
+        """It has come to its end, whichever: nothing is saved any more."""
+        self.undurable: EasyckptError | None = None
+        """What `close` has to raise still."""
         self._hangs = ""
         """What has not ended in time, in words."""
 
-    def let_go(self, *, remove_arena: bool, linger: float) -> None:
+    def close(self, *, owes: bool, keep_arena: bool) -> None:
+        """Commit the newest snapshot and let go; leaves in `undurable` what has gone wrong, if anything is owed."""
+        try:
+            self.begun = True
+            self._saver.close(self._parts.config.close_timeout)
+        except BaseException as error:
+            if not isinstance(error, EasyckptError) or isinstance(error, UsageError):  # (a signal handler's)
+                self._close_interrupted()
+                raise
+            self.undurable = error if owes else None
+        done = self.undurable is None and self._saver.all_committed()
+        self._let_go(remove_arena=done and not keep_arena, linger=FAREWELL_SECONDS)
+
+    def _close_interrupted(self) -> None:
+        try:
+            self._drain()
+        finally:
+            self.undurable = self._saver.lost("close() was interrupted")
+            self._let_go(remove_arena=False, linger=0.0)
+
+    def abandon(self) -> None:
+        """End after an exception: start nothing new, drain for a bounded time, keep what is in memory."""
+        try:
+            self.begun = True
+            self._drain()
+        finally:
+            self._let_go(remove_arena=False, linger=0.0)
+
+    def _drain(self) -> None:
+        coordinator, events = self._parts.coordinator, self._parts.events
+        try:
+            coordinator.offer(None)
+            self._saver.lose_window()
+            coordinator.see_emergency_through(lambda: self.signals is not None and self.signals.flushing)
+            if not coordinator.abort(self._parts.config.exception_drain_timeout):
+                events.emit(Warned(message="a flush was still running when the job ended in an exception"))
+        except KeyboardInterrupt:
+            events.emit(Warned(message="interrupted again: what was being flushed is abandoned"))
+            coordinator.hurry()
+        remains.say_after_exception(self._parts, ending.ends_by())
+
+    def _let_go(self, *, remove_arena: bool, linger: float) -> None:
         """Where one of the steps is interrupted, the others follow all the same.
 
         `linger`: seconds that other ranks get to hear the last of what was said to them.
@@ -50,8 +101,8 @@ class Farewell:
             lambda: parts.channel.close(linger),
             lambda: parts.events.close(write=self._hangs == ""),
         ]
-        if self._signals is not None:
-            steps = [self._signals.stop, *steps, self._signals.pass_on]
+        if self.signals is not None:
+            steps = [self.signals.stop, *steps, self.signals.pass_on]
         with contextlib.ExitStack() as last_first:
             for step in reversed(steps):
                 last_first.callback(step)

@@ -233,7 +233,7 @@ def interrupt():
 
 def interrupt_and_release():
     interrupt()
-    until(lambda: checkpointer._undurable is not None)
+    until(lambda: checkpointer._farewell.undurable is not None)
     release(failing=True)
 
 failpoints.arm(f"writer.shard.written=hold:{{held}}")
@@ -316,7 +316,8 @@ IN_EMERGENCY = """
 held = sys.argv[1] + ".held"
 checkpointer = make(signal_deadline=600)
 checkpointer.preempted
-signals, flush = checkpointer._signals, checkpointer._signals._flush
+signals = checkpointer._farewell.signals
+flush = signals._flush
 
 def main_is_in(name):
     frame = sys._current_frames()[threading.main_thread().ident]

@@ -308,7 +308,8 @@ if {before == "asyncio"}:
 else:
     signal.signal(signal.SIGUSR1, lambda *_: asked.append("asked"))
 checkpointer = make()
-numbers = (checkpointer._signals._read_fd, checkpointer._signals._write_fd)
+signals = checkpointer._farewell.signals
+numbers = (signals._read_fd, signals._write_fd)
 thread = threading.Thread(target=checkpointer.close)
 thread.start()
 thread.join()
