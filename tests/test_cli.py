@@ -20,6 +20,7 @@ from easyckpt.format import layout
 from easyckpt.format.checksum import chunk_digests, digest_bytes, file_digest
 from easyckpt.format.image import LeafSpec, plan_layout, shard_header
 from easyckpt.format.manifest import FileRecord, Index, LeaseRecord, Manifest, RootRecord, ShardRecord, Timeline
+from tests.support.commands import everything_in, run  # noqa: F401 - a fixture
 
 RUN = "0123456789abcdef" * 2
 TENSORS = {("model", "weight"): torch.arange(12.0).reshape(3, 4), ("optimizer", 0, "exp_avg"): torch.ones(5)}
@@ -64,36 +65,6 @@ def root(tmp_path):
         write_checkpoint(path / layout.step_dir(step), step, metrics={"loss": 0.5, "worst": float("nan")})
     write_checkpoint(path / layout.stale_dir(40, "main"), 40)
     return path
-
-
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self):
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command line in this process."""
-
-    def call(*arguments) -> Ran:
-        with pytest.raises(SystemExit) as ended:
-            app([str(argument) for argument in arguments])
-        return Ran(ended.value.code, *capsys.readouterr())
-
-    return call
-
-
-def everything_in(directory: Path) -> dict[str, tuple[int, bytes]]:
-    return {
-        str(path): (path.stat().st_mtime_ns, b"" if path.is_dir() else path.read_bytes())
-        for path in [directory, *sorted(directory.rglob("*"))]
-    }
 
 
 def flip(path: Path, offset: int) -> None:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import run  # noqa: F401 - a fixture
+
+from tests.support.commands import run  # noqa: F401 - a fixture
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from easyckpt.saving import transfer
 from easyckpt.saving.line import new_root
 from easyckpt.storage.local import LocalStorage
 from easyckpt.verification import verify
-from tests.support.commands import everything_in, hits_of, run_command
+from tests.support.commands import everything_in, hits_of, run  # noqa: F401 - a fixture
 from tests.support.zygote import fork_program
 
 NATIVE = layout.NativeNaming()
@@ -31,11 +31,6 @@ NATIVE = layout.NativeNaming()
 def disarm():
     yield
     failpoints.arm("")
-
-
-@pytest.fixture
-def run(capsys):
-    return lambda *arguments: run_command(capsys, *arguments)
 
 
 def train(root: Path, to: int, *, step: int | None = None, **settings) -> tuple[easyckpt.Restored, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import easyckpt
-from easyckpt.cli import app
 from easyckpt.comparison import Comparison, compare_components
 from easyckpt.contents import ignore
 from easyckpt.errors import ForeignFormat
@@ -24,29 +22,7 @@ from easyckpt.format import layout
 from easyckpt.format.safetensors import make_header
 from easyckpt.format.sizes import size_text
 from easyckpt.tensorfiles import TensorFile
-
-
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self):
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command line in this process."""
-
-    def call(*arguments) -> Ran:
-        with pytest.raises(SystemExit) as ended:
-            app([str(argument) for argument in arguments])
-        return Ran(ended.value.code, *capsys.readouterr())
-
-    return call
+from tests.support.commands import run  # noqa: F401 - a fixture
 
 
 class Tied(nn.Module):

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import livejob
-from test_cli import everything_in, run  # noqa: F401 - a fixture
 
 import easyckpt
 from easyckpt.cli.doctor import leftovers
@@ -25,6 +24,7 @@ from easyckpt.memory.leftovers import OwnerNote
 from easyckpt.memory.surroundings import remove_ipc_setting
 from easyckpt.storage import probing
 from easyckpt.storage.local import LocalStorage
+from tests.support.commands import everything_in, run  # noqa: F401 - a fixture
 
 
 class Job:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import signal
@@ -12,7 +11,6 @@ import zipfile
 from collections import Counter
 from dataclasses import dataclass
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -21,36 +19,13 @@ from torch import nn
 
 import easyckpt
 from easyckpt import exporting, pieces
-from easyckpt.cli import app
 from easyckpt.format import layout
 from easyckpt.format.dtypes import dtype_name
 from easyckpt.format.leaf import LeafSpec
 from easyckpt.storage.localfile import LocalFileReader, LocalFileWriter
+from tests.support.commands import everything_in, run  # noqa: F401 - a fixture
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self):
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command line in this process."""
-
-    def call(*arguments) -> Ran:
-        with pytest.raises(SystemExit) as ended:
-            app([str(argument) for argument in arguments])
-        return Ran(ended.value.code, *capsys.readouterr())
-
-    return call
 
 
 class Model(nn.Module):
@@ -73,13 +48,6 @@ def load(path):
     if path.suffix == ".pth":
         return torch.load(path, weights_only=True)
     return safetensors.torch.load_file(path)
-
-
-def everything_in(directory: Path) -> dict[str, tuple[int, bytes]]:
-    return {
-        str(path): (path.stat().st_mtime_ns, b"" if path.is_dir() else path.read_bytes())
-        for path in [directory, *sorted(directory.rglob("*"))]
-    }
 
 
 @pytest.fixture(scope="module")

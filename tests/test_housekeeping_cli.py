@@ -17,7 +17,7 @@ from easyckpt import catalog, failpoints
 from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
 from easyckpt.verification import verify
-from tests.support.commands import everything_in, hits_of, run_command
+from tests.support.commands import everything_in, hits_of, run  # noqa: F401 - a fixture
 from tests.support.staged import until
 from tests.support.zygote import fork_program
 
@@ -28,11 +28,6 @@ NATIVE = layout.NativeNaming()
 def disarm():
     yield
     failpoints.arm("")
-
-
-@pytest.fixture
-def run(capsys):
-    return lambda *arguments: run_command(capsys, *arguments)
 
 
 def train(root: Path, to: int, *, step: int | None = None, **settings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,18 @@ class Ran:
         return json.loads(self.out)
 
 
-def run_command(capsys: pytest.CaptureFixture[str], *arguments: object) -> Ran:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        app([str(argument) for argument in arguments])
-    assert isinstance(ended.value.code, int)
-    return Ran(ended.value.code, *capsys.readouterr())
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Runs the command line in the test's own process."""
+
+    def call(*arguments: object) -> Ran:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            app([str(argument) for argument in arguments])
+        assert isinstance(ended.value.code, int)
+        return Ran(ended.value.code, *capsys.readouterr())
+
+    return call
 
 
 def everything_in(directory: Path) -> dict[str, tuple[int, bytes]]:
