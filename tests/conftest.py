@@ -79,6 +79,21 @@ def nothing_left_running(memory_dir: Path, tmp_path: Path) -> Iterator[None]:
     assert not open_below(memory_dir, tmp_path), "descriptors left open"
 
 
+@pytest.fixture(autouse=True)
+def nothing_armed(nothing_left_running: None) -> Iterator[None]:
+    """What a test has armed is disarmed at its end, before anybody looks for what it has left running."""
+    yield
+    from easyckpt import failpoints  # by now the environment has no settings any more that it would read
+
+    failpoints.arm("")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where a test's job keeps its checkpoints; nothing is there yet."""
+    return tmp_path / "run"
+
+
 def open_below(*directories: Path) -> list[str]:
     """Files below `directories` that this process holds open."""
     found = []

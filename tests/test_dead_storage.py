@@ -66,11 +66,6 @@ def run(root: Path, body: str, case: str = "") -> tuple[int, dict[str, object], 
     return int(child.returncode or 0), json.loads(printed), stderr
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 METHODS = "read replace append listdir stat_size exists rename create makedirs sync_dir remove remove_tree free_bytes"
 
 HANGS_WHILE_IT_TRAINS = """

@@ -48,11 +48,6 @@ def run(root: Path, body: str, **environment: str) -> tuple[int, str, str]:
     return int(child.returncode or 0), printed, said
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 LOSES = {
     "no thread can be started any more": """
         class NoWorker(last_look.Worker):

@@ -55,17 +55,6 @@ class Training:
         return self.model.weight.detach().clone()
 
 
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 def committed(root: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in root.glob("step-*") if "." not in path.name)
 

@@ -47,12 +47,6 @@ class FakeClock:
                 self.at.pop(moment)()
 
 
-@pytest.fixture(autouse=True)
-def _disarm():
-    yield
-    failpoints.arm("")
-
-
 @pytest.fixture
 def storage(tmp_path):
     storage = LocalStorage(tmp_path / "root")
@@ -531,12 +525,9 @@ def test_killed_process_is_succeeded_at_once(storage, tmp_path):
 
 
 @pytest.mark.parametrize("place", sorted(n for n in failpoints.NAMES if n.startswith(("lease.acq", "lease.take"))))
-def test_killed_while_acquiring(storage, tmp_path, place):
+def test_killed_while_acquiring(storage, tmp_path, lock_file, place):
     if "takeover" in place:
-        foreign(storage, host=socket.gethostname())
-        gone = tmp_path / "gone.lock"
-        gone.touch(mode=0o600)
-        here(storage, str(gone))
+        here(storage, lock_file)
     lock = str(tmp_path / "lock")
     with start_owner(storage, lock, EASYCKPT_FAILPOINTS=f"{place}=kill") as owner:
         assert owner.wait() == -9
@@ -550,12 +541,11 @@ def test_killed_while_acquiring(storage, tmp_path, place):
 
 
 @pytest.mark.parametrize("place", ["storage.replace.written@2", "storage.link.before"])
-def test_what_a_kill_within_a_renewal_or_a_takeover_leaves_is_removed_by_the_next_owner(storage, tmp_path, place):
+def test_what_a_kill_within_a_renewal_or_a_takeover_leaves_is_removed_by_the_next_owner(
+    storage, tmp_path, lock_file, place
+):
     if "link" in place:
-        foreign(storage, host=socket.gethostname())
-        gone = tmp_path / "gone.lock"
-        gone.touch(mode=0o600)
-        here(storage, str(gone))
+        here(storage, lock_file)
     lock = str(tmp_path / "lock")
     with start_owner(storage, lock, EASYCKPT_FAILPOINTS=f"{place}=kill") as owner:
         if "replace" in place:

@@ -16,12 +16,6 @@ from easyckpt.storage import local, localfile
 from easyckpt.storage.local import LocalStorage
 
 
-@pytest.fixture(autouse=True)
-def _disarm():
-    yield
-    failpoints.arm("")
-
-
 @pytest.fixture
 def storage(tmp_path):
     storage = LocalStorage(tmp_path / "root")

@@ -27,12 +27,6 @@ def storage(tmp_path):
     return storage
 
 
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
-
-
 def take(metrics: Metrics, *steps: int) -> None:
     for step in steps:
         metrics.log({"loss": float(step)})

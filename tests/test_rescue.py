@@ -52,12 +52,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
-
-
 def rescue(root: Path, memory_dir: Path, **settings) -> list[int]:
     config = CheckpointConfig(memory_dir=str(memory_dir), **settings)
     return [found.step for found in rescue_module.rescue(str(root), config, NATIVE)]

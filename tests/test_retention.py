@@ -28,12 +28,6 @@ def steps(entries):
     return [entry.step for entry in entries]
 
 
-@pytest.fixture(autouse=True)
-def nothing_armed():
-    yield
-    failpoints.arm("")
-
-
 @pytest.fixture
 def storage(tmp_path):
     storage = LocalStorage(tmp_path / "root")

@@ -48,11 +48,6 @@ def run(root: Path, body: str) -> tuple[int, str]:
     return int(child.returncode or 0), printed
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 IGNORED = """
 import threading
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

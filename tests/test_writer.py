@@ -31,12 +31,6 @@ def storage(tmp_path):
     return storage
 
 
-@pytest.fixture(autouse=True)
-def nothing_armed():
-    yield
-    failpoints.arm("")
-
-
 def tensors(seed=0, elements=3):
     generator = torch.Generator().manual_seed(seed)
     return {
