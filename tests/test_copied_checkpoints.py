@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import signal
 import subprocess
@@ -13,32 +14,20 @@ import torch
 
 import easyckpt
 from easyckpt import catalog
-from easyckpt.cli import app
 from easyckpt.errors import ForeignFormat
 from easyckpt.format import layout
 from easyckpt.format.manifest import RootRecord
 from easyckpt.saving.line import new_root
 from easyckpt.storage.local import LocalStorage
+from tests.support import training
 from tests.support.checkpoints import make_view, write_checkpoint
+from tests.support.commands import run  # noqa: F401 - a fixture
+from tests.support.jobs import committed
 
 NATIVE = layout.NativeNaming()
 LEASE = {"lease_timeout": 0.5, "lease_interval": 0.2}  # a copied lease names the original's process
 
-
-def train(root: Path, to: int, *, step: int | None = None, **settings) -> easyckpt.Restored:
-    """Go on from what can be loaded to step `to`, every second step committed; the weights are the step's number."""
-    model = torch.nn.Linear(2, 2)
-    settings = {"save_storage_interval": 2, "max_ckpt_num": None, "back_pressure": "wait"} | LEASE | settings
-    with easyckpt.Checkpointer(root, {"model": model}, **settings) as checkpointer:
-        restored = checkpointer.load(step=step)
-        if restored.step:
-            assert torch.equal(model.weight, torch.full((2, 2), float(restored.step)))
-        for number in range(restored.step + 1, to + 1):
-            with torch.no_grad():
-                model.weight.fill_(float(number))
-            checkpointer.save_if_needed(number)
-            checkpointer.wait()
-    return restored
+train = functools.partial(training.train, **LEASE)
 
 
 def record(root: Path) -> RootRecord:
@@ -47,16 +36,12 @@ def record(root: Path) -> RootRecord:
     return found
 
 
-def committed(root: Path) -> list[int]:
-    return [entry.step for entry in catalog.scan(LocalStorage(root), NATIVE).committed()]
-
-
 def copy_steps(source: Path, target: Path, *steps: int) -> None:
     for step in steps:
         shutil.copytree(source / layout.step_dir(step), target / layout.step_dir(step))
 
 
-def test_a_copied_checkpoint_begins_a_new_run_that_names_its_parent(tmp_path, capsys):
+def test_a_copied_checkpoint_begins_a_new_run_that_names_its_parent(tmp_path, run):
     old, new = tmp_path / "old", tmp_path / "new"
     train(old, 6)
     parent = f"{record(old).run}/{record(old).timelines[-1].id}/6"
@@ -67,9 +52,7 @@ def test_a_copied_checkpoint_begins_a_new_run_that_names_its_parent(tmp_path, ca
     for step in (8, 9):
         manifest = catalog.read_manifest(LocalStorage(new), layout.step_dir(step))
         assert (manifest.run, manifest.parent) == (record(new).run, parent)
-    with pytest.raises(SystemExit):
-        app(["show", str(new)])
-    assert f"its run began from a copy of {parent}" in " ".join(capsys.readouterr().out.split())
+    assert f"its run began from a copy of {parent}" in " ".join(run("show", new).out.split())
     assert train(new, 9).step == 9
     assert committed(old) == [2, 4, 6]
 

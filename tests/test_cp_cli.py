@@ -22,15 +22,10 @@ from easyckpt.saving.line import new_root
 from easyckpt.storage.local import LocalStorage
 from easyckpt.verification import verify
 from tests.support.commands import everything_in, hits_of, run  # noqa: F401 - a fixture
+from tests.support.jobs import committed
 from tests.support.zygote import fork_program
 
 NATIVE = layout.NativeNaming()
-
-
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
 
 
 def train(root: Path, to: int, *, step: int | None = None, **settings) -> tuple[easyckpt.Restored, torch.Tensor]:
@@ -48,10 +43,6 @@ def train(root: Path, to: int, *, step: int | None = None, **settings) -> tuple[
             checkpointer.save_if_needed(number)
             checkpointer.wait()
     return restored, torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def committed(root: Path) -> list[int]:
-    return [entry.step for entry in catalog.scan(LocalStorage(root), NATIVE).committed()]
 
 
 def all_good(root: Path) -> bool:

@@ -19,27 +19,11 @@ import torch
 from torch import nn
 
 import easyckpt
-from easyckpt import catalog, failpoints
-from easyckpt.format.layout import NativeNaming
-from easyckpt.storage.local import LocalStorage
+from easyckpt import failpoints
+from tests.support.jobs import committed
 from tests.support.tmpfs import tmpfs  # noqa: F401 - a fixture
 
 INTERVAL_NEVER = {"save_storage_interval": 10**9}
-
-
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
-def steps_of(root: Path) -> list[int]:
-    return [entry.step for entry in catalog.scan(LocalStorage(str(root)), NativeNaming()).committed()]
 
 
 def roundtrip(root: Path, saved: dict, loaded: dict, **settings) -> easyckpt.Restored:
@@ -109,7 +93,7 @@ def test_a_writers_error_publishes_nothing(root):
         checkpointer.load()
         with pytest.raises(easyckpt.SaveFailed):
             checkpointer.save(1, wait=True)
-        assert steps_of(root) == []
+        assert committed(root) == []
         with pytest.raises(easyckpt.SaveFailed):
             checkpointer.wait()
 
@@ -213,7 +197,7 @@ def test_a_step_whose_pointer_could_not_be_written_can_be_saved_again(root):
         checkpointer.save(1, wait=True)
         assert not (root / "latest").exists()
         assert checkpointer.save(1, wait=True).result() == 1
-        assert steps_of(root) == [1]
+        assert committed(root) == [1]
 
 
 def test_another_runs_files_in_the_same_directory_are_refused(root, tmp_path):
@@ -271,7 +255,7 @@ def test_rotation_goes_by_step_and_not_by_time(root):
         os.utime(root / "step-00000001", (2**33, 2**33))
         checkpointer.save(3, wait=True)
         checkpointer.wait()
-    assert steps_of(root) == [2, 3]
+    assert committed(root) == [2, 3]
 
 
 def test_a_committed_directory_is_never_written_into(root):
@@ -313,11 +297,11 @@ def test_with_one_checkpoint_allowed_the_old_goes_only_after_the_new_is_whole(ro
             future = checkpointer.save(step)
             while not hold.exists():
                 pass
-            assert steps_of(root) == [step - 1]
+            assert committed(root) == [step - 1]
             Path(f"{hold}.go").touch()
             future.result(60)
             checkpointer._parts.flusher.submit(lambda: None).result(60)  # rotation comes after the commit is told
-            assert steps_of(root) == [step]
+            assert committed(root) == [step]
 
 
 def test_taken_begun_and_committed_are_separate_events(root):
@@ -367,7 +351,7 @@ def test_a_small_shared_memory_is_noticed_beforehand(root, tmpfs, caplog):
     with easyckpt.Checkpointer(root, {"model": model}, memory_dir=tmpfs, **INTERVAL_NEVER) as checkpointer:
         checkpointer.load()
         checkpointer.save_if_needed(1)
-    assert steps_of(root) == [1]
+    assert committed(root) == [1]
     assert any("private memory" in record.message for record in caplog.records)
 
 

@@ -18,16 +18,11 @@ from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
 from easyckpt.verification import verify
 from tests.support.commands import everything_in, hits_of, run  # noqa: F401 - a fixture
+from tests.support.jobs import committed
 from tests.support.staged import until
 from tests.support.zygote import fork_program
 
 NATIVE = layout.NativeNaming()
-
-
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
 
 
 def train(root: Path, to: int, *, step: int | None = None, **settings) -> None:
@@ -45,10 +40,6 @@ def train(root: Path, to: int, *, step: int | None = None, **settings) -> None:
 def root(tmp_path):
     train(tmp_path / "run", 8)
     return tmp_path / "run"
-
-
-def committed(root: Path) -> list[int]:
-    return [entry.step for entry in catalog.scan(LocalStorage(root), NATIVE).committed()]
 
 
 def leftovers(root: Path) -> list[str]:

@@ -6,6 +6,7 @@ handed.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -17,15 +18,18 @@ import torch
 
 import easyckpt
 from easyckpt import catalog
-from easyckpt.cli import app
 from easyckpt.config import CheckpointConfig
 from easyckpt.format import layout
 from easyckpt.saving import rescue as rescue_module
 from easyckpt.storage.local import LocalStorage
+from tests.support import training
+from tests.support.commands import run  # noqa: F401 - a fixture
 from tests.support.naming import CheckpointNaming
 
 NAMING = CheckpointNaming()
 NATIVE = layout.NativeNaming()
+
+train = functools.partial(training.train, max_ckpt_num=2)
 
 
 @pytest.fixture
@@ -58,37 +62,18 @@ def directories(root: Path) -> list[str]:
     return sorted(name for name in os.listdir(root) if (root / name).is_dir() and name not in beside)
 
 
-def train(root: Path, to: int, *, step: int | None = None, **settings) -> easyckpt.Restored:
-    """Go on from what can be loaded to step `to`; every step sets the weights to its number."""
-    model = torch.nn.Linear(2, 2)
-    settings = {"save_storage_interval": 2, "max_ckpt_num": 2, "back_pressure": "wait"} | settings
-    with easyckpt.Checkpointer(root, {"model": model}, **settings) as checkpointer:
-        restored = checkpointer.load(step=step)
-        if restored.step:
-            assert torch.equal(model.weight, torch.full((2, 2), float(restored.step)))
-        for number in range(restored.step + 1, to + 1):
-            with torch.no_grad():
-                model.weight.fill_(float(number))
-            checkpointer.save_if_needed(number)
-            checkpointer.wait()
-    return restored
-
-
-def test_commit_discovery_and_retention(root, capsys):
+def test_commit_discovery_and_retention(root, run):
     train(root, 8)
     assert directories(root) == ["checkpoint-6", "checkpoint-8"]
     assert (root / layout.LATEST).read_text() == "checkpoint-8\n"
     assert train(root, 8).path == str(root / "checkpoint-8")
     model = torch.nn.Linear(2, 2)
     assert easyckpt.restore(root, {"model": model}, step=6).path == str(root / "checkpoint-6")
-    with pytest.raises(SystemExit) as ended:
-        app(["verify", str(root / "checkpoint-6")])
-    assert ended.value.code == 0
-    assert "checkpoint-6" in capsys.readouterr().out
-    (root / "checkpoint-9").mkdir()
-    with pytest.raises(SystemExit) as ended:
-        app(["verify", str(root / "checkpoint-9")])
-    assert ended.value.code == 1  # a checkpoint, and damaged; not a directory that is none of ours
+    ran = run("verify", root / "checkpoint-6")
+    assert ran.code == 0
+    assert "checkpoint-6" in ran.out
+    (root / "checkpoint-9").mkdir()  # a checkpoint, and damaged; not a directory that is none of ours
+    assert run("verify", root / "checkpoint-9").code == 1
 
 
 def test_steps_past_a_fork_are_set_aside_and_those_of_a_fallback_go(root):
@@ -127,6 +112,8 @@ def test_a_damaged_directory_in_the_way_of_a_commit_goes_to_the_trash(root):
 DIES = """
 import os, signal, sys, torch, easyckpt
 from easyckpt.format import layout
+from tests.support import training
+from tests.support.commands import run  # noqa: F401 - a fixture
 from tests.support.naming import CheckpointNaming
 layout.NativeNaming = CheckpointNaming
 checkpointer = easyckpt.Checkpointer(sys.argv[1], {"model": torch.nn.Linear(3, 3)}, save_storage_interval=1000)
