@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.arenas import ARENA, META, MIB, RUN, USER, make
 from support.forked import Forked
 from support.staged import until
 from support.tmpfs import tmpfs
@@ -21,35 +22,14 @@ from easyckpt.distributed.ranks import Ranks
 from easyckpt.errors import RootInUse, StorageError, UsageError
 from easyckpt.format import memory_names
 from easyckpt.memory.arena import Arena, OwnerLock, find_slots
-from easyckpt.memory.header import HEADER_BYTES, SlotMeta
+from easyckpt.memory.header import HEADER_BYTES
 from easyckpt.memory.private_slot import PrivateSlot
 from easyckpt.memory.slot import Slot
 from easyckpt.wiring import dead_peers
 
 __all__ = ["tmpfs"]
 
-USER = "tester"
-RUN = "ab" * 16
-ARENA = memory_names.arena_id(RUN, "/some/root")
-MIB = 1 << 20
 WAIT = 60.0
-META = SlotMeta(
-    run=RUN,
-    arena_id=ARENA,
-    incarnation="first",
-    timeline="t1",
-    step=0,
-    rank=0,
-    world_size=2,
-    layout_digest="d",
-    image_bytes=MIB,
-)
-
-
-def make(directory, count=3, *, rank=0, run=RUN, arena_id=ARENA, budget_bytes=256 * MIB, **options) -> Arena:
-    return Arena(
-        str(directory), USER, arena_id, rank, count, run=run, incarnation="second", budget_bytes=budget_bytes, **options
-    )
 
 
 def slot_path(directory, number: int, rank: int = 0, arena_id: str = ARENA) -> str:
@@ -94,12 +74,6 @@ def arenas():
             return arena
 
         yield build
-
-
-@pytest.fixture(autouse=True)
-def disarm():
-    yield
-    failpoints.arm("")
 
 
 def prepared(arena: Arena, image_bytes: int = MIB) -> Arena:

@@ -17,27 +17,8 @@ from easyckpt.memory.arena import Arena
 from easyckpt.memory.header import SlotMeta
 from easyckpt.memory.owner import OwnerLock
 from tests.support import jobs
+from tests.support.arenas import ARENA, META, MIB, USER, make
 from tests.support.forked import Forked
-
-USER = "tester"
-RUN = "ab" * 16
-ARENA = memory_names.arena_id(RUN, "/some/root")
-MIB = 1 << 20
-META = SlotMeta(
-    run=RUN,
-    arena_id=ARENA,
-    incarnation="first",
-    timeline="t1",
-    step=0,
-    rank=0,
-    world_size=1,
-    layout_digest="d",
-    image_bytes=MIB,
-)
-
-
-def make(directory: Path, count: int, budget_bytes: int = 256 * MIB) -> Arena:
-    return Arena(str(directory), USER, ARENA, 0, count, run=RUN, incarnation="i", budget_bytes=budget_bytes)
 
 
 @pytest.fixture(params=[1, 2, 4])
