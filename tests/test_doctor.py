@@ -9,13 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support import livejob
 
 import easyckpt
 from easyckpt.cli.doctor import leftovers
@@ -25,41 +23,7 @@ from easyckpt.memory.surroundings import remove_ipc_setting
 from easyckpt.storage import probing
 from easyckpt.storage.local import LocalStorage
 from tests.support.commands import everything_in, run  # noqa: F401 - a fixture
-
-
-class Job:
-    """`livejob` in a process of its own, at its last step."""
-
-    def __init__(self, root: Path, *arguments: str) -> None:
-        command = [sys.executable, livejob.__file__, str(root), *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        said = self.process.stdout.readline().split()
-        assert said[:1] == ["ready"], "the job has failed"
-        self.began_at, self.tier = int(said[1]), said[2]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def end(self) -> None:
-        self.process.communicate("\n")
-        assert self.process.returncode == 0
-
-
-@pytest.fixture
-def job(tmp_path) -> Iterator:
-    """Starts jobs in `tmp_path / "exp"`; those that still live at the end are killed."""
-    started = []
-
-    def start(*arguments: str) -> Job:
-        started.append(Job(tmp_path / "exp", *arguments))
-        return started[-1]
-
-    yield start
-    for each in started:
-        if each.process.poll() is None:
-            each.kill()
+from tests.support.livejobs import job  # noqa: F401 - a fixture
 
 
 @pytest.fixture

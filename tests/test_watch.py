@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_doctor import job  # noqa: F401 - a fixture
 
 import easyckpt
 from easyckpt.cli.watch.following import Tail, last_record
@@ -38,6 +37,7 @@ from easyckpt.format.manifest import LeaseRecord
 from easyckpt.saving import housekeeper
 from easyckpt.storage.local import LocalStorage
 from tests.support.commands import everything_in, run  # noqa: F401 - a fixture
+from tests.support.livejobs import job  # noqa: F401 - a fixture
 
 
 def lines(rank: int, *events) -> bytes:
