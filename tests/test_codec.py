@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from easyckpt.errors import DamagedCheckpoint, FormatError, StateMismatch, UnsupportedValue, UsageError
 from easyckpt.format import codec, codec_registry
 from easyckpt.format.codec import decode, dumps, encode, encode_plain, loads, path_from_json, path_text, path_to_json
+from tests.support.json_values import places
 
 
 class Point(NamedTuple):
@@ -551,18 +552,6 @@ def only_format_errors(read):
 )
 def test_malformed_tags_give_only_format_errors(json):
     only_format_errors(lambda: decode(json, [torch.ones(1)].__getitem__, [Colour.RED]))
-
-
-def places(json):
-    """Every (container, key) in `json`."""
-    found, todo = [], [json]
-    while todo:
-        node = todo.pop()
-        for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
-            found.append((node, key))
-            if isinstance(child, (dict, list)):
-                todo.append(child)
-    return found
 
 
 @settings(max_examples=200, deadline=None)

@@ -14,6 +14,7 @@ from easyckpt.format import manifest, records
 from easyckpt.format.canonical import dumps, loads
 from easyckpt.format.checksum import CHUNK_BYTES, digest_bytes
 from easyckpt.format.image import LeafSpec, plan_layout, shard_header, written_bytes
+from tests.support.json_values import places
 
 RUN = "0123456789abcdef" * 2
 LAYOUT = plan_layout(
@@ -153,17 +154,6 @@ def test_every_field_is_checked(record):
                 continue
             kept = loads(again.to_bytes())[name]  # a value that this field may have
             assert kept == wrong or float(kept) == float(wrong)
-
-
-def places(value):
-    found, todo = [], [value]
-    while todo:
-        node = todo.pop()
-        for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
-            found.append((node, key))
-            if isinstance(child, (dict, list)):
-                todo.append(child)
-    return found
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
