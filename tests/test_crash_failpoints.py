@@ -12,7 +12,6 @@ import pkgutil
 import random
 import re
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
 from easyckpt.verification import verify
 from tests.support.crashjob import Notes, Starts, leftovers
+from tests.support.workplace import in_memory
 
 for module in pkgutil.walk_packages(easyckpt.__path__, "easyckpt."):
     if not module.name.endswith("__main__"):
@@ -132,11 +132,8 @@ class Laboratory:
 
 @pytest.fixture(scope="module")
 def laboratory() -> Iterator[Laboratory]:
-    """In memory: a kill needs no disk."""
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix="easyckpt-crash-", dir=parent))
-    yield Laboratory(directory)
-    shutil.rmtree(directory, ignore_errors=True)
+    with in_memory("crash") as directory:
+        yield Laboratory(directory)
 
 
 class Verdict:

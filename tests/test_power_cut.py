@@ -26,6 +26,7 @@ from easyckpt.storage.local import LocalStorage
 from easyckpt.verification import verify
 from tests.support.crashjob import Training, leftovers
 from tests.support.recording import EVERYTHING, METADATA_ZEROS, NOTHING_UNSYNCED, RANDOM, VARIANTS, RecordingStorage
+from tests.support.workplace import in_memory
 
 WIDTH = 6
 SETTINGS = {
@@ -150,10 +151,8 @@ class Recording:
 
 @pytest.fixture(scope="module")
 def workplace() -> Iterator[Path]:
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix="easyckpt-cut-", dir=parent))
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)
+    with in_memory("cut") as directory:
+        yield directory
 
 
 HISTORIES = (

@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from easyckpt.verification import verify
 from tests.support import fuse_powercut
 from tests.support.crashjob import Notes, Starts, leftovers
 from tests.support.fuse_powercut import mounted
+from tests.support.workplace import in_memory
 
 REASON = fuse_powercut.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -34,10 +34,8 @@ LEASE = {"lease_timeout": 0.3, "lease_interval": 0.1}
 
 @pytest.fixture
 def workplace() -> Iterator[Path]:
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix="easyckpt-fuse-", dir=parent))
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)
+    with in_memory("fuse") as directory:
+        yield directory
 
 
 class Machine:

@@ -6,9 +6,7 @@ its steps was made, so an abandoned line can be seen in whatever is restored.
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
 from easyckpt.verification import verify
 from tests.support.crashjob import Notes, Starts, leftovers
+from tests.support.workplace import in_memory
 
 SETTINGS = {"save_storage_interval": 10, "max_ckpt_num": 3}
 
@@ -60,10 +59,8 @@ class Root(Starts):
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix="easyckpt-lines-", dir=parent))
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)
+    with in_memory("lines") as directory:
+        yield directory
 
 
 @pytest.fixture
