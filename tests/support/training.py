@@ -1,4 +1,4 @@
-"""A small training in the test's own process, whose state tells the step that it is of."""
+"""Small trainings in the test's own process, whose state tells the step that it is of."""
 
 from __future__ import annotations
 
@@ -10,6 +10,42 @@ from torch import nn
 
 import easyckpt
 from easyckpt import Checkpointer
+
+
+class Training:
+    """A model whose state is a function of the number of steps, so that any restored state can be told."""
+
+    def __init__(self, root: Path, **settings) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Linear(16, 16)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.progress = {"epoch": 0, "wandb_id": None}
+        state = {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
+        self.checkpointer = Checkpointer(root, state, **({"save_storage_interval": 10} | settings))
+
+    def step(self) -> None:
+        self.model(torch.randn(4, 16)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.progress["epoch"] += 1
+
+    def to(self, last: int, first: int = 0) -> None:
+        for number in range(first + 1, last + 1):
+            self.step()
+            self.checkpointer.save_if_needed(number)
+
+    def weights(self) -> torch.Tensor:
+        return self.model.weight.detach().clone()
+
+
+def committed(root: Path) -> list[int]:
+    """By the names of directories alone."""
+    return sorted(int(path.name[5:]) for path in root.glob("step-*") if "." not in path.name)
+
+
+def start(root: Path, **settings) -> tuple[Training, easyckpt.Restored]:
+    training = Training(root, **settings)
+    return training, training.checkpointer.load()
 
 
 def train(root: Path, to: int, *, step: int | None = None, **settings: Any) -> easyckpt.Restored:
