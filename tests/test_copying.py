@@ -249,7 +249,7 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     return stream
 
 
-def _gpu_job() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None], dict[str, Any]]:
+def _gpu_job() -> tuple[nn.Module, Callable[[], None], dict[str, Any]]:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Conv2d(8, 16, 3))
     model[2].weight.data = model[2].weight.data.to(memory_format=torch.channels_last)
     model.register_buffer("wide", torch.randn(40, 60)[:, ::2])
@@ -260,15 +260,23 @@ def _gpu_job() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None], di
         (model[1](model[0](torch.randn(4, WIDTH))).sum() + model[2](torch.randn(1, 8, 5, 5)).sum()).backward()
         optimizer.step()
 
-    return model, optimizer, step, {"model": model, "opt": optimizer}
+    return model, step, {"model": model, "opt": optimizer}
+
+
+def _saved(
+    rig_of: Callable[..., Rig], last: int, copier: cuda_copying.CudaCopier | None = None
+) -> tuple[nn.Module, Callable[[], None], Rig]:
+    """A job on a GPU that is none, with its rig, which has snapshots of the steps up to `last`."""
+    model, step, state = _gpu_job()
+    rig = rig_of(state, copier=copier or cuda_copying.CudaCopier())
+    for number in range(1, last + 1):
+        step()
+        rig.save(number)
+    return model, step, rig
 
 
 def test_cuda_copies_are_exact_and_streams_wait(rig_of: Callable[..., Rig], compute: FakeStream) -> None:
-    _, _, step, state = _gpu_job()
-    rig = rig_of(state, copier=cuda_copying.CudaCopier())
-    for number in range(1, 7):
-        step()
-        rig.save(number)
+    _, step, rig = _saved(rig_of, 6)
     waited = len(compute.waited)
     step()
     assert len(compute.waited) == waited + 1
@@ -280,11 +288,7 @@ def test_cuda_copies_are_exact_and_streams_wait(rig_of: Callable[..., Rig], comp
 def test_a_write_in_the_window_of_a_cuda_copy_is_seen_by_counters(
     rig_of: Callable[..., Rig], compute: FakeStream
 ) -> None:
-    model, _, step, state = _gpu_job()
-    rig = rig_of(state, copier=cuda_copying.CudaCopier())
-    for number in range(1, 5):
-        step()
-        rig.save(number)
+    model, step, rig = _saved(rig_of, 4)
     with torch.no_grad():
         model[0].weight.add_(1)
     step()
@@ -296,12 +300,8 @@ def test_a_write_in_the_window_of_a_cuda_copy_is_seen_by_counters(
 
 def test_memory_of_a_cuda_copy_is_what_it_was_at_the_save(rig_of: Callable[..., Rig], compute: FakeStream) -> None:
     """The background thread enqueues copies after the call has returned; `p.data = q` may come first."""
-    model, _, step, state = _gpu_job()
     copier = cuda_copying.CudaCopier()
-    rig = rig_of(state, copier=copier)
-    for number in range(1, 4):
-        step()
-        rig.save(number)
+    model, step, rig = _saved(rig_of, 3, copier)
     step()
     import threading
 
@@ -318,11 +318,7 @@ def test_memory_of_a_cuda_copy_is_what_it_was_at_the_save(rig_of: Callable[..., 
 def test_a_graph_that_is_captured_waits_on_the_host(
     rig_of: Callable[..., Rig], compute: FakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, step, state = _gpu_job()
-    rig = rig_of(state, copier=cuda_copying.CudaCopier())
-    for number in range(1, 4):
-        step()
-        rig.save(number)
+    _, step, rig = _saved(rig_of, 3)
     waited = len(compute.waited)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     step()
@@ -334,11 +330,7 @@ def test_a_graph_that_is_captured_waits_on_the_host(
 def test_an_error_while_enqueueing_cuda_copies(
     rig_of: Callable[..., Rig], compute: FakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, step, state = _gpu_job()
-    rig = rig_of(state, copier=cuda_copying.CudaCopier())
-    for number in range(1, 4):
-        step()
-        rig.save(number)
+    _, step, rig = _saved(rig_of, 3)
     step()
     original = FakeStream.wait_event
 
