@@ -17,7 +17,7 @@ from easyckpt.config import CheckpointConfig
 from easyckpt.distributed.agree import all_good, done_by_rank_0
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel, settle_locality
-from easyckpt.errors import EasyckptError, ForeignFormat, RootInUse, StorageError
+from easyckpt.errors import EasyckptError, ForeignFormat, RootInUse, StorageError, UsageError
 from easyckpt.events import EventLog, Warned
 from easyckpt.format import layout, memory_names
 from easyckpt.memory import budget
@@ -96,6 +96,12 @@ def _identify(storage: LocalStorage) -> dict[str, str]:
         raise ForeignFormat(f"{storage.root} is a file, not a directory for checkpoints")
     if os.path.islink(storage.root) and not os.path.exists(storage.root):
         raise StorageError(f"{storage.root} is a link to {os.readlink(storage.root)}, and there is nothing")
+    before, _, step = storage.root.rpartition("@")
+    if step.isdecimal() and not os.path.exists(storage.root) and os.path.exists(os.path.join(before, layout.ROOT_FILE)):
+        raise UsageError(
+            f"{storage.root}: no such directory; ROOT@STEP is for the command line. Here it is "
+            f"Checkpointer({before!r}, ...) and load(step={int(step)})"
+        )
     storage.makedirs(layout.EVENTS)
     record = catalog.read_root(storage)
     if record is None:
