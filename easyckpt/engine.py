@@ -47,9 +47,9 @@ class Checkpointer:
 
     Args:
         root: directory of this run's checkpoints; made if it is not there. One job at a time may own it.
-        state: name -> nn.Module, optimizer, LR scheduler, GradScaler, torch.Generator, anything with ``state_dict``
-            and ``load_state_dict``, or a plain dict or list (filled in place on load). Global generators and the
-            position of `batches` are saved without being asked.
+        state: name -> nn.Module, optimizer, LR scheduler, GradScaler, generator (of torch, NumPy, or Python), anything
+            with ``state_dict`` and ``load_state_dict``, or a plain dict or list (filled in place on load). Global
+            generators and the position of `batches` are saved without being asked.
         config: path of a YAML file with settings, or a mapping of them.
         process_group: the ranks that save together; the default group where one is initialised.
         settings: every field of CheckpointConfig, by name; its docstring explains each.

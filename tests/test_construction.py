@@ -88,3 +88,13 @@ def test_the_memory_belongs_to_the_user_whatever_the_environment_says(root, monk
             Training(root)
         first.to(3)
     assert committed(root) == [3]
+
+
+def test_a_checkpoint_as_the_command_line_names_it_is_no_new_root(tmp_path):
+    with easyckpt.Checkpointer(tmp_path / "exp", {"box": {"n": 1}}, signals=()) as checkpointer:
+        checkpointer.save(10, wait=True)
+    with pytest.raises(easyckpt.UsageError, match=r"load\(step=10\)"):
+        easyckpt.Checkpointer(f"{tmp_path}/exp@10", {"box": {"n": 1}}, signals=())
+    assert [path.name for path in tmp_path.iterdir()] == ["exp"]
+    with easyckpt.Checkpointer(f"{tmp_path}/other@10", {"box": {"n": 1}}, signals=()):  # nothing of ours before the @
+        pass
