@@ -378,6 +378,7 @@ def raise_and_release():
     open(held + ".go", "w")
 
 signal.signal(signal.SIGCHLD, as_torch_does)
+signals._flush = flush_late  # else it may be decided before the last window is sealed
 failpoints.arm(f"writer.shard.written=hold:{held}")
 threading.Thread(target=raise_and_release).start()
 with checkpointer:
