@@ -195,7 +195,8 @@ def report(found: dict[str, Result], size: Size, tries: int) -> None:
     step = common.median(one["seconds"] for one in good["none"]["rounds"]) / BLOCK
     question = (
         f"{first['state_bytes'] / 1e6:.0f} MB of state, steps of {step:.2f} s; {rounds} rounds, in each a process a "
-        f"library: {WARM_UP} steps to warm up, {BLOCK} measured; {tries} kills. p99 of "
+        f"library: {WARM_UP} steps to warm up, {BLOCK} measured; {tries} flipped bits and {tries} kills, one missing file. "
+        f"p99 of "
         f"{', '.join(sorted({str(s['saves']) for n, s in summaries.items() if n != 'none'}, key=int))} saves is nearly "
         f"the longest.\n\n" + "\n".join(configuration(name, result) for name, result in found.items())
     )
@@ -209,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names, separated by semicolons: " + "; ".join(peers.WHERE))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tries", type=int, default=3, help="kills of each library")
+    parser.add_argument("--tries", type=int, default=3, help="flipped bits and kills of each library")
     parser.add_argument("--quick", action="store_true", help="a small state and one round; writes no results")
     arguments, _ = parser.parse_known_args()
     wanted = arguments.only.split(";") if arguments.only else list(peers.WHERE)

@@ -314,7 +314,12 @@ def killed(name: str, where: Place, size: Size, seconds: float, chance: random.R
         return None
     result = {}
     if peers.peer(name).memory_survives:
+        # The job that finds it may write it to storage when it ends: without memory, all is as the kill left it.
+        as_killed = where.root.with_name(f"{where.root.name}-as-killed")
+        shutil.copytree(where.root, as_killed)
         result["killed, memory kept"] = described(load(name, where, size), written.digests, expected)
+        shutil.rmtree(where.root)
+        as_killed.rename(where.root)
     where.lose_memory()
     result["killed"] = described(load(name, where, size), written.digests, expected)
     return result
@@ -332,7 +337,7 @@ def all_faults(name: str, size: Size, tries: int, chance: random.Random) -> tupl
         written = prepare(name, where, size)
         if newest(where.root) is None:
             return written, {}  # no checkpointing
-        found = damaged(name, where, size, written, [chance.uniform(0.1, 0.9)])
+        found = damaged(name, where, size, written, [chance.uniform(0.1, 0.9) for _ in range(tries)])
     for _ in range(tries):
         for fault, one in killed_in_time(name, size, written.seconds, chance).items():
             found.setdefault(fault, []).append(one)

@@ -73,3 +73,11 @@ def test_easyckpt_is_seen_to_fall_back_after_a_flipped_bit_and_a_kill():
     found = faults.killed_in_time("easyckpt", SIZE, written.seconds, random.Random(1))
     assert found["killed, memory kept"]["outcome"] in {faults.WHOLE, faults.OLDER}
     assert found["killed"]["outcome"] in {faults.WHOLE, faults.OLDER}
+
+
+@pytest.mark.soak
+def test_what_a_kill_leaves_in_memory_does_not_count_where_memory_is_lost():
+    """The process that finds it there commits it when it ends: what is loaded next must not be that."""
+    found = faults.killed_in_time("easyckpt", faults.Size(width=512, layers=16, batch=8), 0.3, random.Random(1))
+    assert found["killed"]["outcome"] == faults.OLDER
+    assert found["killed, memory kept"]["outcome"] == faults.WHOLE
