@@ -34,7 +34,7 @@ from easyckpt.saving.saver import Saver
 from easyckpt.settings import Settings, shows_settings
 from easyckpt.state.capture import StateCapture
 from easyckpt.state.components import check_names
-from easyckpt.state.data_position import DataPosition
+from easyckpt.state.data_position import DataComponent, DataPosition
 from easyckpt.state.rng import RNG, RngComponent, put_back
 
 logger = logging.getLogger("easyckpt")
@@ -98,7 +98,7 @@ class Checkpointer:
         """
         config = self._config
         self._metrics, self._position = Metrics(writes=ranks.rank == 0), DataPosition()
-        own = {RNG: RngComponent(), DATA: self._position, METRICS: self._metrics}
+        own = {RNG: RngComponent(), DATA: DataComponent(DATA, self._position), METRICS: self._metrics}
         capture = StateCapture(state, rank=ranks.rank, world_size=ranks.world_size, extra=own)
         first = capture.capture()
         self._events = EventLog(ranks.rank, None, config.log_file_path)

@@ -13,10 +13,13 @@ import random
 import numpy
 import pytest
 import torch
+from support.images import image_of
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
-from easyckpt.errors import ConfigError, StateMismatch, UsageError
-from easyckpt.state.data_position import DataPosition
+from easyckpt.errors import ConfigError, DamagedCheckpoint, StateMismatch, UsageError
+from easyckpt.state.apply import check_all
+from easyckpt.state.capture import StateCapture
+from easyckpt.state.data_position import DataComponent, DataPosition
 from easyckpt.state.sampler import SkipBatchSampler
 
 EPOCHS = 3
@@ -527,3 +530,28 @@ def test_state_tensors_stay_the_same_objects_within_an_epoch():
         state = position.state_dict()["train"]
         seen.append([id(state["own"]["loader"]), id(state["start"]["torch"]), id(state["own_start"]["loader"])])
     assert all(ids == seen[0] for ids in seen)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda saved: saved["start"]["numpy"]["state"].update(pos=10**6), "NumPy's generator"),  # it would read there
+        (lambda saved: saved["start"]["python"].update(gauss="x"), "Python's generator"),
+        (lambda saved: saved["start"].update(torch=torch.zeros(3, dtype=torch.uint8)), "torch's generator"),
+        (lambda saved: saved.update(start={}), "Python's generator"),
+        (lambda saved: saved.update(own_start={"sampler": 3}), "a loader's generator"),
+        (lambda saved: saved.update(consumed=float("inf")), "OverflowError"),
+        (lambda saved: saved.pop("epoch"), "epoch"),
+    ],
+)
+def test_a_state_that_is_none_is_found_before_anything_is_applied(change, what):
+    position = DataPosition()
+    next(iter(position.batches(LOADERS["shuffle"](), 0)))
+    state = copy.deepcopy(position.state_dict())
+    change(state["train"])
+    component = DataComponent("easyckpt.data", position)
+    component.value = lambda: state
+    image = image_of(StateCapture({"c": {}}, extra={"easyckpt.data": component}).capture())
+    live = StateCapture({"c": {}}, extra={"easyckpt.data": DataComponent("easyckpt.data", DataPosition())}).components
+    with pytest.raises(DamagedCheckpoint, match=f"'easyckpt.data' is damaged: .*{what}"):
+        check_all(live, image.layout, image.layout.trees, image.objects, strict=True, components=None)

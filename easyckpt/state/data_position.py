@@ -18,7 +18,6 @@ batches that a loader's subclass fetches ahead in the main process.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -26,51 +25,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from easyckpt.errors import ConfigError, StateMismatch, UsageError
+from easyckpt.state.components import Saved
 from easyckpt.state.generators import host_generators, set_host_generators
 from easyckpt.state.loaders import IndexBatches, is_map_style, open_iterator, own_generators, set_epoch, skip_sampler
+from easyckpt.state.objects import ForeignComponent
+from easyckpt.state.positions import Position, parse_positions
 from easyckpt.state.sampler import place_in_group
 
 _log = logging.getLogger("easyckpt")
 _END = object()
 
 
-@dataclass(slots=True)
-class _Position:
-    """One loader's place. `own` are the generators that belong to the loader and its parts, by the part's name."""
-
-    epoch: int = -1
-    consumed: int = 0
-    finished: bool = False
-    total: int | None = None
-    start: dict[str, Any] = field(default_factory=dict)
-    """The host's generators when the epoch's first index was about to be drawn."""
-    own_start: dict[str, torch.Tensor] = field(default_factory=dict)
-    own: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Their newest states: kept current by state_dict in tensors that stay the same objects."""
-    live: dict[str, torch.Generator] = field(default_factory=dict)
-    fresh: bool = False
-    """Loaded, and its epoch or a later one not asked for since."""
-    loops: int = 0
-    """Loops begun in this process; the newest is the only one that may go on."""
-
-    def state(self) -> dict[str, Any]:
-        for part, generator in self.live.items():
-            state = generator.get_state()
-            if part in self.own:
-                self.own[part].copy_(state)
-            else:
-                self.own[part] = state
-        names = ("epoch", "consumed", "finished", "total", "start", "own_start", "own")
-        return {name: getattr(self, name) for name in names}
-
-
 class DataPosition:
     """The batches consumed per loader name; ``ckpt.batches`` is its `batches`, and it is a component of the state."""
 
     def __init__(self) -> None:
-        self._positions: dict[str, _Position] = {}
+        self._positions: dict[str, Position] = {}
         self._moved = True
         """A batch was handed out since the last load: from then on the job is where the snapshot was, and past it."""
         self.on_batch: Callable[[str, Any], None] | None = None
@@ -91,9 +64,9 @@ class DataPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over `state`; loops that are running end with an error when they are advanced."""
         try:
-            loaded = {str(name): _parse(saved) for name, saved in state.items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StateMismatch(f"this is not the state of a data position: {error!r}") from error
+            loaded = parse_positions(state)
+        except ValueError as error:
+            raise StateMismatch(f"this is not the state of a data position: {error}") from error
         self._positions, self._moved, self._settled = loaded, False, []
 
     def batches(
@@ -112,7 +85,7 @@ class DataPosition:
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ConfigError(f"epoch: must be an integer from 0 on, not {epoch!r}")
-        position = self._positions.setdefault(name, _Position())
+        position = self._positions.setdefault(name, Position())
         fresh, own = position.fresh, own_generators(loader)
         if epoch >= position.epoch:
             position.fresh = False
@@ -131,7 +104,7 @@ class DataPosition:
         opening = _Opening(self, position, loader, own, resumed, restore_generators)
         yield from self._hand_out(opening.iterator(name, fresh), position, name, loader)
 
-    def _hand_out(self, iterator: Iterator[Any], position: _Position, name: str, loader: Any) -> Iterator[Any]:
+    def _hand_out(self, iterator: Iterator[Any], position: Position, name: str, loader: Any) -> Iterator[Any]:
         loop, sampler = position.loops, skip_sampler(loader)
         for batch in iterator:
             position.consumed += 1
@@ -151,7 +124,7 @@ class DataPosition:
         position.finished = True
 
     def _pass_over(
-        self, position: _Position, epoch: int, name: str, restore_generators: Callable[[], None] | None
+        self, position: Position, epoch: int, name: str, restore_generators: Callable[[], None] | None
     ) -> None:
         if position.loops > 0:
             _log.warning(
@@ -174,7 +147,7 @@ class _Opening:
     """The beginning of one loop: generators to the epoch's start, iterator, skipping, generators back."""
 
     owner: DataPosition
-    position: _Position
+    position: Position
     loader: Any
     own: dict[str, torch.Generator]
     resumed: bool
@@ -255,27 +228,19 @@ class _Opening:
         return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def _parse(saved: Mapping[str, Any]) -> _Position:
-    def tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return {str(part): state.clone() for part, state in states.items()}
+class DataComponent(ForeignComponent):
+    """A `DataPosition`: what cannot be its state is found before anything is applied."""
 
-    start = copy.deepcopy(dict(saved["start"]))
-    consumed = int(saved["consumed"])
-    if consumed > 0 and not {"torch", "python"} <= start.keys():
-        raise ValueError("the generators at the epoch's start are missing")
-    return _Position(
-        epoch=int(saved["epoch"]),
-        consumed=consumed,
-        finished=bool(saved["finished"]),
-        total=None if saved["total"] is None else int(saved["total"]),
-        start=start,
-        own_start=tensors(saved["own_start"]),
-        own=tensors(saved["own"]),
-        fresh=True,
-    )
+    @override
+    def check(self, saved: Saved, *, strict: bool) -> list[str]:
+        try:
+            parse_positions(saved.decode(saved.dynamic, saved.stand_in))
+        except ValueError as error:
+            raise saved.damaged(str(error)) from error
+        return []
 
 
-def _check(loader: Any, name: str, resumed: _Position | None) -> int | None:
+def _check(loader: Any, name: str, resumed: Position | None) -> int | None:
     """The loader's batches per epoch where that is certain; refuses one that cannot be the loader of `resumed`."""
     if not is_map_style(loader):
         return None

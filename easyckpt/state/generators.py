@@ -31,6 +31,39 @@ def set_host_generators(states: Mapping[str, Any]) -> None:
         _set_numpy_state(states["numpy"])
 
 
+def check_host_states(states: Any) -> None:
+    """Raise ValueError where `states` is not of the form that `host_generators` returns; more may be in it.
+
+    Of tensors the form alone is looked at, so that others may stand in for those that are not read yet.
+    """
+    if not isinstance(states, Mapping):
+        raise ValueError("the states of the generators are malformed")
+    python, (version, words, _) = states.get("python"), random.getstate()
+    if (
+        not isinstance(python, Mapping)
+        or python.get("version") != version
+        or not _is_tensor(python.get("words"), torch.int64, len(words))
+        or not _is_gauss(python.get("gauss", ""))
+    ):
+        raise ValueError("the state of Python's generator is malformed")
+    if not _is_tensor(states.get("torch"), torch.uint8, torch.get_rng_state().numel()):
+        raise ValueError("the state of torch's generator is malformed")
+    if "numpy" in states:
+        try:
+            check_numpy_state(states["numpy"], _live_numpy_state())
+        except ValueError as error:
+            raise ValueError(f"the state of NumPy's generator is malformed: {error}") from error
+
+
+def _is_tensor(value: Any, dtype: torch.dtype, length: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == dtype and value.shape == (length,)
+
+
+def _is_gauss(value: Any) -> bool:
+    """Python itself takes anything for the normal number that it has drawn ahead."""
+    return value is None or isinstance(value, float)
+
+
 def seed_host_generators(seed: int) -> None:
     """Seed all of them from one number of 63 bits."""
     random.seed(seed)
@@ -52,7 +85,7 @@ def _python_state() -> dict[str, Any]:
     return {"version": version, "words": torch.frombuffer(array.array("q", words), dtype=torch.int64), "gauss": gauss}
 
 
-def live_numpy_state() -> dict[str, Any]:
+def _live_numpy_state() -> dict[str, Any]:
     """What `host_generators` has of NumPy, which is imported for it."""
     import numpy as np  # noqa: PLC0415  (only where the saved job had it in use)
 

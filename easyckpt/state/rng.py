@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from easyckpt.format.codec import Json
-from easyckpt.state.components import Fetch, Ref, Saved, owned
-from easyckpt.state.generators import (
-    check_numpy_state,
-    cuda_generators,
-    host_generators,
-    live_numpy_state,
-    set_host_generators,
-)
+from easyckpt.state.components import Fetch, Saved, owned
+from easyckpt.state.generators import check_host_states, cuda_generators, host_generators, set_host_generators
 from easyckpt.state.objects import EncodedComponent
 
 #: The component that every state has without being asked.
@@ -46,39 +38,19 @@ class RngComponent(EncodedComponent):
 
     @override
     def check(self, saved: Saved, *, strict: bool) -> list[str]:
-        fields = saved.fields(saved.dynamic)
-        python = saved.fields(fields.raw("python"))
-        python.number("version")
-        gauss = saved.decode(python.raw("gauss"))
-        if not _is_state(saved, python.raw("words"), "int64", len(random.getstate()[1])) or not (
-            gauss is None or isinstance(gauss, float)
-        ):
-            raise saved.damaged("the state of Python's generator is malformed")
-        if not _is_state(saved, fields.raw("torch"), "uint8", torch.get_rng_state().numel()):
-            raise saved.damaged("the state of torch's generator is malformed")
-        others = saved.decode(saved.dynamic)
-        if "numpy" in others:
-            _check_numpy(saved, fields.raw("numpy"))
-        cuda = others.get("cuda", [])
-        if not isinstance(cuda, list) or not all(isinstance(ref, Ref) and ref.leaf.dtype == "uint8" for ref in cuda):
+        states = saved.decode(saved.dynamic, saved.stand_in)
+        try:
+            check_host_states(states)
+        except ValueError as error:
+            raise saved.damaged(str(error)) from error
+        cuda = states.get("cuda", [])
+        if not isinstance(cuda, list) or not all(isinstance(t, torch.Tensor) and t.dtype == torch.uint8 for t in cuda):
             raise saved.damaged("the states of the CUDA generators are malformed")
         return []
 
     @override
     def apply(self, saved: Saved, fetch: Fetch, *, strict: bool) -> None:
         put_back(saved.decode(saved.dynamic, owned(saved, fetch, "cpu")))
-
-
-def _check_numpy(saved: Saved, tree: Json) -> None:
-    try:
-        check_numpy_state(saved.decode(tree, saved.stand_in), live_numpy_state())
-    except ValueError as error:
-        raise saved.damaged(f"the state of NumPy's generator is malformed: {error}") from error
-
-
-def _is_state(saved: Saved, tree: Json, dtype: str, length: int) -> bool:
-    ref = saved.decode(tree)
-    return isinstance(ref, Ref) and ref.leaf.dtype == dtype and ref.leaf.shape == (length,)
 
 
 def put_back(value: Mapping[str, Any]) -> None:
