@@ -64,6 +64,9 @@ def test_another_kind_is_refused_by_name(saved, live):
         ("Philox", lambda state: state.update(buffer_pos=-3)),
         ("Python", lambda state: state.update(words=state["words"][:-8])),
         ("Python", lambda state: state.update(words=state["words"][:-3])),
+        ("Python", lambda state: state.update(gauss="x")),
+        ("default", lambda state: state.update(has_uint32=7)),
+        ("legacy", lambda state: state.update(has_gauss=2)),
         ("default", lambda state: state.pop("state")),
         ("default", lambda state: state.update(bit_generator="MT19937")),
         ("SFC64", lambda state: state["state"].update(state=np.zeros(1, np.uint64))),
@@ -83,6 +86,19 @@ def test_a_state_that_is_none_is_refused_before_the_live_one_is_touched(kind, ch
     assert draw(live) == draw(KINDS[kind]())
     with pytest.raises(ValueError, match=r"\w"):
         set_own_state(live, value["state"])
+
+
+class OnlySeeded(np.random.PCG64):
+    """As bit generators of other libraries may be: not made, and so not copied, without an argument."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+
+
+def test_a_bit_generator_that_cannot_be_copied_is_a_problem_in_words():
+    generator = np.random.Generator(OnlySeeded(1))
+    (problem,) = problems(snapshot(g=generator), g=generator)
+    assert "g is a numpy.Generator of OnlySeeded that cannot be copied" in problem
 
 
 def test_a_subclass_is_refused_since_it_may_hold_more():

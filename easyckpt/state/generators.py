@@ -146,6 +146,8 @@ def set_own_state(generator: Any, state: Mapping[str, Any]) -> None:
         if isinstance(generator, random.Random):
             words = array.array("q")
             words.frombytes(state["words"])
+            if not _is_gauss(state["gauss"]):
+                raise ValueError("its normal number drawn ahead is none")
             generator.setstate((state["version"], tuple(words), state["gauss"]))
             return
         check_numpy_state(state, own_state(generator))
@@ -153,20 +155,23 @@ def set_own_state(generator: Any, state: Mapping[str, Any]) -> None:
             generator.bit_generator.state = state
         else:
             generator.set_state(state)
-    except (LookupError, TypeError, OverflowError) as error:
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def check_numpy_state(state: Any, like: Mapping[str, Any]) -> None:
-    """Raise ValueError where `state` has not the form of `like`, a live state, or a position outside of its buffer.
+    """Raise ValueError where `state` has not the form of `like`, a live state, or a number that it cannot hold.
 
-    NumPy would believe both, and read beyond the ends of arrays.
+    NumPy would believe most of that, and read beyond the ends of arrays.
     """
     if not _same_form(state, like):
         raise ValueError(f"not the form of a state of {like['bit_generator']}")
     for position, length in ((state["state"].get("pos"), _MT19937_WORDS), (state.get("buffer_pos"), _PHILOX_BUFFER)):
         if position is not None and not 0 <= position <= length:
             raise ValueError(f"a position of {position} in {length} words")
+    for flag in ("has_uint32", "has_gauss"):
+        if state.get(flag, 0) not in (0, 1):
+            raise ValueError(f"{flag} of {state[flag]}, where only 0 and 1 are")
 
 
 def _same_form(value: Any, like: Any) -> bool:
