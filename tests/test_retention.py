@@ -19,6 +19,7 @@ from easyckpt.format import layout as names
 from easyckpt.saving.pins import pin, unpin
 from easyckpt.saving.policy import Policy
 from easyckpt.saving.retention import apply_retention
+from easyckpt.storage import local
 from easyckpt.storage.local import LocalStorage
 
 NATIVE = names.NativeNaming()
@@ -189,16 +190,16 @@ def test_a_pin_that_comes_after_the_rename_says_that_the_step_is_gone(storage, m
 
 def at_pin(monkeypatch, before=lambda: None, after=lambda: None):
     """Have something done right before, or after, the next pin's file is made."""
-    real = LocalStorage.create
+    real = LocalStorage.create_empty
 
-    def create(self, path):
-        monkeypatch.setattr(LocalStorage, "create", real)
+    def create_empty(self, path):
+        monkeypatch.setattr(LocalStorage, "create_empty", real)
         before()
         made = real(self, path)
         after()
         return made
 
-    monkeypatch.setattr(LocalStorage, "create", create)
+    monkeypatch.setattr(LocalStorage, "create_empty", create_empty)
 
 
 def test_a_pin_that_meets_the_rename_half_way_never_passes_for_one_that_holds(storage, monkeypatch):
@@ -208,6 +209,31 @@ def test_a_pin_that_meets_the_rename_half_way_never_passes_for_one_that_holds(st
     with pytest.raises(UsageError, match="no checkpoint of step 10 is committed"):
         pin(storage, NATIVE, 10)
     assert catalog.pinned_steps(storage) == set()
+
+
+def test_a_pin_takes_no_space_and_leaves_nothing_beside_it(storage, monkeypatch):
+    """A full disk, or a kill in the middle: nothing is written, so there is nothing that could fail or be left."""
+    commit(storage, 10)
+    opened, fresh = [], LocalStorage(storage.root)  # has not tried out direct I/O
+    monkeypatch.setattr(local, "probe_direct", lambda *_: opened.append("a probe") or False)
+    monkeypatch.setattr(LocalStorage, "_write_all", lambda self, descriptor, data: opened.append(data))
+    assert pin(fresh, NATIVE, 10) is True
+    assert opened == []
+    assert storage.listdir(names.PINS) == ["step-10"]
+
+
+def test_a_step_that_is_renamed_while_pin_looks_at_it_is_not_committed(storage, monkeypatch):
+    commit(storage, 10, 20, 30)
+    real = catalog.inspect
+
+    def inspect(*arguments):
+        monkeypatch.setattr(catalog, "inspect", real)
+        retain(storage, newest=1)
+        return real(*arguments)
+
+    monkeypatch.setattr(catalog, "inspect", inspect)
+    with pytest.raises(UsageError, match="no checkpoint of step 10 is committed"):
+        pin(storage, NATIVE, 10)
 
 
 def test_of_two_pins_at_once_one_has_set_it(storage, monkeypatch):

@@ -25,10 +25,13 @@ def pin(storage: Storage, naming: NamingScheme, step: int) -> bool:
     Of several callers at once, one gets True. Once this has returned, the checkpoint is there and stays, whatever a
     job, or another `pin`, does on the root at the same time. Raises UsageError where `step` is not committed, or was
     rotated away at this very moment, DamagedCheckpoint where it is not valid; nothing is pinned then.
+
+    A step that is in the trash is waited for, 10 s at the most; then UsageError is raised as well, and the pin stays,
+    for the step may come back.
     """
     _check(storage, naming, step)
     storage.makedirs(layout.PINS)
-    new = _make(storage, layout.pin_file(step))
+    new = storage.create_empty(layout.pin_file(step))
     storage.sync_dir(layout.PINS)  # whoever has made it may not have come to this
     # Retention renames first and reads the pins then: it has seen this one and gives the name back, or the step goes.
     if not _stays(storage, naming, step):
@@ -36,15 +39,6 @@ def pin(storage: Storage, naming: NamingScheme, step: int) -> bool:
             unpin(storage, step)
         raise _not_committed(storage, step)
     return new
-
-
-def _make(storage: Storage, path: str) -> bool:
-    """Make an empty file, which one caller can; False where it is there."""
-    try:
-        storage.create(path).close()
-    except FileExistsError:
-        return False
-    return True
 
 
 def _stays(storage: Storage, naming: NamingScheme, step: int) -> bool:
@@ -84,6 +78,8 @@ def _check(storage: Storage, naming: NamingScheme, step: int) -> None:
         raise _not_committed(storage, step)
     entry = catalog.inspect(storage, name, naming)
     if not entry.valid:
+        if not storage.exists(name):  # renamed while it was looked at
+            raise _not_committed(storage, step)
         raise DamagedCheckpoint(f"{storage.root}: {name} is not valid ({entry.problem}); nothing is pinned")
 
 

@@ -124,6 +124,13 @@ class Storage(Protocol):
         """Open a new file for writing. FileExistsError when the name is taken: nothing is ever overwritten."""
         ...
 
+    def create_empty(self, path: str) -> bool:
+        """Make an empty file, which takes no space, only if the name is free; False when it is not.
+
+        Of several callers one gets True. `sync_dir` makes it durable.
+        """
+        ...
+
     def replace(self, path: str, data: bytes) -> None:
         """Put `data` under `path`, atomically and durably: readers and crashes see the old bytes or the new."""
         ...

@@ -203,6 +203,19 @@ class LocalStorage(RootDirectory):
                 raise
             return LocalFileWriter(self._os, descriptor, self._full(path), direct)
 
+    def create_empty(self, path: str) -> bool:
+        """Make an empty file, only if the name is free. No bytes are written, not to try out direct I/O either."""
+        with self._at(path) as (directory, name):
+            try:
+                descriptor = self._os.open(name, _NEW, 0o666, dir_fd=directory)
+            except FileExistsError:
+                return False
+            try:
+                failpoints.hit(CREATED)
+            finally:
+                self._os.close(descriptor)
+            return True
+
     def reader(self, path: str) -> LocalFileReader:
         """Open a file for reading."""
         with self._at(path) as (directory, name):
