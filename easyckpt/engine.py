@@ -135,6 +135,9 @@ class Checkpointer:
             takes_over=lambda: self._watches_preempted,
             ends=lambda: self._farewell.begun,
         )
+        if self._farewell.signals is not None:
+            undo.callback(self._farewell.signals.pass_on)
+            undo.callback(self._farewell.signals.stop)
 
     @guarded
     def load(
@@ -294,8 +297,10 @@ class Checkpointer:
     def abandon(self) -> None:
         """End after an exception: start nothing new, drain for a bounded time, keep what is in memory."""
         if not (self._inert() or self._farewell.begun):
-            self._farewell.abandon()
-            ending.forget(self)
+            try:
+                self._farewell.abandon()
+            finally:  # it has let go of everything, however it ended
+                ending.forget(self)
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
+import threading
+import types
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 import easyckpt
-from easyckpt import Checkpointer
+from easyckpt import Checkpointer, ending
 from tests.support.tmpfs import tmpfs  # noqa: F401 - a fixture
 from tests.support.training import Training, committed, start
 
@@ -52,6 +56,21 @@ def test_a_constructor_that_fails_lets_go_of_the_root(root, tmp_path, monkeypatc
     with training.checkpointer:
         training.to(3)
     assert committed(root) == [3]
+
+
+def test_a_constructor_that_is_interrupted_at_its_very_end_lets_go_of_the_signals_too(root, monkeypatch):
+    class Interrupted(contextlib.ExitStack):
+        def pop_all(self):
+            raise KeyboardInterrupt
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    with monkeypatch.context() as patch:
+        patch.setattr("easyckpt.engine.contextlib", types.SimpleNamespace(ExitStack=Interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            Training(root, signals=("SIGTERM", "SIGUSR1"))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+    assert "easyckpt-signals" not in [thread.name for thread in threading.enumerate()]
+    assert not (root / "lease.json").exists()
 
 
 def _refuse(*arguments, **options):
@@ -98,3 +117,18 @@ def test_a_checkpoint_as_the_command_line_names_it_is_no_new_root(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["exp"]
     with easyckpt.Checkpointer(f"{tmp_path}/other@10", {"box": {"n": 1}}, signals=()):  # nothing of ours before the @
         pass
+
+
+def test_an_end_by_an_exception_that_is_interrupted_is_an_end_all_the_same(root, monkeypatch):
+    """Else the end of the process would end it once more, and the Checkpointer would live until then."""
+    training, _ = start(root)
+    real = training.checkpointer._farewell.abandon
+
+    def interrupted():
+        real()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.checkpointer._farewell, "abandon", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training.checkpointer.abandon()
+    assert training.checkpointer not in ending._open
