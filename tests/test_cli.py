@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -427,7 +428,10 @@ def test_show_needs_a_whole_manifest(root, run, harm):
     (root / layout.step_dir(30) / layout.MANIFEST).write_bytes(harm)
     ran = run("show", f"{root}@30")
     assert (ran.code, len(ran.err.splitlines())) == (2, 1)
-    assert run("show", root, "--json").document["step"] == 20, "the newest valid one is shown where none is named"
+    shown = run("show", root, "--json")
+    assert shown.document["step"] == 20, "the newest valid one is shown where none is named"
+    assert re.search(r"exp: step 30 is not valid \(.+\): step 20 is taken\n", shown.err)
+    assert run("show", f"{root}@20").err == ""
 
 
 def test_a_newer_checkpoint_cannot_be_judged(root, run):

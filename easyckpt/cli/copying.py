@@ -31,7 +31,7 @@ def cp(
     ],
     as_json: AsJson = False,
 ) -> Answer:
-    """Copy one checkpoint (the newest, unless a step is given) into another root, from which training can go on.
+    """Copy one checkpoint (the newest valid one, unless a step is given) into another root, to go on from there.
 
     Every byte is compared with what was committed while it is copied, and read back from storage before the copy is
     made real. The new root is a run of its own that names this one as its parent.

@@ -17,7 +17,7 @@ from easyckpt.format.layout import WEIGHTS_FILE, weights_format
 from easyckpt.tensorfiles import TensorFile
 
 _DIFFERENT = 1
-_SIDE = f"A checkpoint (ROOT, ROOT@STEP, a step directory), or {WEIGHTS_FILE}."
+_SIDE = f"A checkpoint (ROOT: its newest valid one; ROOT@STEP; a step directory), or {WEIGHTS_FILE}."
 
 
 def register(app: typer.Typer) -> None:
@@ -32,6 +32,8 @@ def diff(
     as_json: AsJson = False,
 ) -> Answer:
     """Compare two checkpoints, or two files of weights, to the bit.
+
+    Two runs in which nobody seeds the generators of Python and NumPy differ in easyckpt.rng at least.
 
     Exit codes: 0 all is equal; 1 something differs, or is damaged; 2 bad input.
 

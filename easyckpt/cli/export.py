@@ -150,7 +150,7 @@ def _warn(result: Exported, dtype: Precision) -> None:
 def _views(document: dict[str, Any], weights: list[Weight]) -> list[Any]:
     tied = document["tied"]
     rows = [
-        (f"tensors of {document['component']} in the checkpoint", output.size(document["checkpoint_bytes"]),
+        (f"tensors of {document['component']} in step {document['step']}", output.size(document["checkpoint_bytes"]),
          document["checkpoint_bytes"]),
         (document["file"], output.size(document["file_bytes"]), document["file_bytes"]),
     ]  # fmt: skip

@@ -112,9 +112,11 @@ def show(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: AsJson = False,
 ) -> Answer:
-    """Show what one checkpoint holds (the newest, unless a step is given).
+    """Show what one checkpoint holds (the newest valid one, unless a step is given).
 
-    Exit codes: 0 shown; 1 the checkpoint is damaged; 2 bad input.
+    It reads the manifest and the indexes, and looks at the sizes of files; `easyckpt verify` reads all bytes.
+
+    Exit codes: 0 shown; 1 what it reads is damaged; 2 bad input.
 
     Example: easyckpt show runs/exp1@5000 --tensors
     """

@@ -70,7 +70,7 @@ def stat(
     checkpoint: Annotated[str, typer.Argument(metavar="ROOT[@STEP]", help=TARGET_HELP, show_default=False)],
     as_json: AsJson = False,
 ) -> Answer:
-    """Show how large weights and optimizer state are (of the newest checkpoint, unless a step is given).
+    """Show how large weights and optimizer state are (of the newest valid checkpoint, unless a step is given).
 
     Weights: all tensors of modules, buffers too. Optimizer state: its tensors with at least one dimension. Tied
     tensors, and those that all ranks share, count once.

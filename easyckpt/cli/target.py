@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from easyckpt import catalog
 from easyckpt.catalog import Catalog, Entry
+from easyckpt.cli import output
 from easyckpt.errors import ForeignFormat, UsageError
 from easyckpt.format import layout
 from easyckpt.format.layout import NamingScheme
@@ -16,7 +17,8 @@ from easyckpt.storage.base import Storage
 from easyckpt.storage.local import LocalStorage
 from easyckpt.storage.walk import root_path
 
-TARGET_HELP = "A checkpoint root, ROOT@STEP, or one step directory."
+TARGET_HELP = "A checkpoint root (the newest valid one in it), ROOT@STEP, or one step directory."
+_NONE_YET = "no committed checkpoint in it yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +48,29 @@ class Target:
         return found
 
     def pick(self) -> Entry:
-        """The checkpoint that was named, else the newest valid one. Raises UsageError where there is none."""
+        """The checkpoint that was named, else the newest valid one, of which it says so where a newer one is not valid.
+
+        Raises UsageError where there is none.
+        """
         if self.name is not None:
             return catalog.inspect(self.storage, self.name, self.naming)
         found = self.scan()
         if self.step is None:
-            if not found.committed():
-                raise UsageError(f"{self.root}: no committed checkpoint in it yet")
-            return found.committed()[-1]
+            return self._newest(found)
         entries = [entry for entry in found.entries if entry.kind == "committed" and entry.step == self.step]
         if not entries:
             raise UsageError(f"{self.root}: no checkpoint of step {self.step} in it; {_what_there_is(found)}")
         return entries[0]
+
+    def _newest(self, found: Catalog) -> Entry:
+        valid = found.committed()
+        refused = [entry for entry in found.of_kind("committed") if not entry.valid]
+        why = f"step {refused[-1].step} is not valid ({refused[-1].problem})" if refused else ""
+        if not valid:
+            raise UsageError(f"{self.root}: " + (f"no checkpoint in it is valid: {why}" if why else _NONE_YET))
+        if refused and refused[-1].step > valid[-1].step:
+            output.say(f"{self.root}: {why}: step {valid[-1].step} is taken")
+        return valid[-1]
 
 
 def _what_there_is(found: Catalog) -> str:

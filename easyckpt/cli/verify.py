@@ -12,7 +12,7 @@ from easyckpt import catalog, verification
 from easyckpt.catalog import Entry
 from easyckpt.cli import damage, output
 from easyckpt.cli.output import Answer, AsJson
-from easyckpt.cli.target import TARGET_HELP, Target, resolve
+from easyckpt.cli.target import Target, resolve
 from easyckpt.errors import DamagedCheckpoint, FormatError, NewerFormat, UsageError
 from easyckpt.format import layout
 from easyckpt.verification import Problem
@@ -21,6 +21,9 @@ from easyckpt.verification import Problem
 def register(app: typer.Typer) -> None:
     """Add this family's command to `app`."""
     app.command("verify")(output.command(verify))
+
+
+_WHAT = "A checkpoint root (all in it), ROOT@STEP, or one step directory."
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class _Verdict:
 
 
 def verify(
-    checkpoint: Annotated[str, typer.Argument(metavar="ROOT[@STEP]", help=TARGET_HELP, show_default=False)],
+    checkpoint: Annotated[str, typer.Argument(metavar="ROOT[@STEP]", help=_WHAT, show_default=False)],
     all_: Annotated[bool, typer.Option("--all", help="Also the stale ones.")] = False,
     as_json: AsJson = False,
 ) -> Answer:
