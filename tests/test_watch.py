@@ -30,6 +30,7 @@ from easyckpt.event_kinds import (
     SnapshotDiscarded,
     SnapshotSealed,
     SnapshotSkipped,
+    Warned,
     to_record,
 )
 from easyckpt.format import layout
@@ -251,6 +252,22 @@ def test_snapshots_flushes_and_warnings_are_counted(root):
         ("SnapshotDiscarded", "torn"),
         ("FlushFailed", "disk full"),
     ]
+
+
+def test_warnings_of_the_start_before_are_forgotten_and_those_of_the_new_one_are_not(root):
+    """A start warns (of a checkpoint that it passes over, for instance) before it says where it goes on."""
+    before = [Warned(message="old", time=1.0), SnapshotSealed(step=1, bytes=8, time=2.0)]
+    start = [Warned(message="passed over", time=3.0), Restored(step=1, tier="storage", time=4.0)]
+    write(root, 0, lines(0, *before, *start, Warned(message="later", time=5.0)))
+    assert [each["text"] for each in watcher(root).look()["warnings"]] == ["passed over", "later"]
+
+
+def test_what_an_ended_job_has_not_said_is_not_waited_for(root, run):
+    (root / layout.NativeNaming().committed(3)).mkdir()
+    write(root, 0, lines(0, SnapshotBegun(step=3, time=1.0)))
+    assert "held up in all" not in run("watch", root).out
+    write(root, 0, lines(0, Measured(seconds=1.5, slots=4, sealed=2, survives=False, time=10.0)))
+    assert "held up in all: 1.50 s" in run("watch", root).out
 
 
 def test_a_line_is_counted_once_it_is_whole(root):

@@ -1,4 +1,4 @@
-"""``easyckpt watch``: a live view of a running job, out of the files in its root."""
+"""``easyckpt watch``: a live view of a running job, out of the files in its root and, on its host, its owner's lock."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def watch(
 ) -> Answer:
     """Watch a job: steps, snapshots, flushes, time held up, slots, the last commit, metrics, warnings.
 
-    It reads the root's files only (a job with events=False tells little), on any machine that sees them; it writes
-    nothing and holds no lease. Where stdout is no terminal, or with --json, it prints one view, as with --once.
+    It reads the root's files (a job with events=False tells little), on any machine that sees them. Whether the owner
+    lives is asked of its lock, which the job's own host alone can tell. It writes nothing and holds no lease. Where
+    stdout is no terminal, or with --json, it prints one view, as with --once.
 
     Exit codes: 0 shown, also when ended by Ctrl-C; 1 the root's record is damaged; 2 bad input.
 
@@ -93,6 +94,10 @@ def _owner(lease: dict[str, Any] | None) -> str:
     return text
 
 
+def _may_be_owned(lease: dict[str, Any] | None) -> bool:
+    return lease is not None and lease["alive"] is not False
+
+
 def _rank_table(ranks: Sequence[dict[str, Any]]) -> Table:
     shown = sorted(ranks, key=lambda rank: -1 if rank["step"] is None else rank["step"])[:_ROWS]
     rows = []
@@ -137,7 +142,9 @@ def _storage_lines(document: dict[str, Any]) -> list[str]:
             )
             lines.append(f"started: {output.moment(started['time'])}, {origin}")
         total = first["held_up"]["in_all_seconds"]
-        lines.append(f"held up in all: {'not said yet' if total is None else f'{total:.2f} s'} (rank {first['rank']})")
+        if total is not None or _may_be_owned(document["lease"]):
+            said = "not said yet" if total is None else f"{total:.2f} s"
+            lines.append(f"held up in all: {said} (rank {first['rank']})")
     commit = document["last_commit"]
     if commit is not None:
         rate = "" if commit["bytes_per_second"] is None else f", {output.size(int(commit['bytes_per_second']))}/s"
@@ -153,8 +160,8 @@ def _flushing(running: dict[str, Any] | None, document: dict[str, Any]) -> str:
     """The flush that was begun last and has not ended, as far as the events tell."""
     if running is None:
         return "none running"
-    lease, newest = document["lease"], document["checkpoints"]["newest"]
-    if lease is not None and lease["alive"] is not False:
+    newest = document["checkpoints"]["newest"]
+    if _may_be_owned(document["lease"]):
         return f"step {running['step']} running for {running['seconds']:.1f} s"
     # A job that is killed may not have come to writing down its last commit.
     done = newest is not None and "problem" not in newest and newest["step"] >= running["step"]

@@ -1,4 +1,7 @@
-"""All that the files of a root tell of the job that writes it. Nothing is written, and no lease is held."""
+"""All that the files of a root tell of the job that writes it, and on the job's own host whether its owner lives.
+
+The latter is asked of the record lock that the lease names. Nothing is written, and no lease is held.
+"""
 
 from __future__ import annotations
 

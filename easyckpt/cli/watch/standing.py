@@ -40,6 +40,8 @@ class Standing:
     last_commit: dict[str, Any] | None = None
     measured: dict[str, Any] | None = None
     warnings: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_WARNINGS))
+    newest_warnings: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_WARNINGS))
+    """Those of `warnings` that nothing else has followed: a start warns before it is told of."""
 
     def take(self, record: dict[str, Any]) -> None:
         """Count one event."""
@@ -53,9 +55,14 @@ class Standing:
                 self.started = {"time": time, "step": step, "tier": _text(record, "tier")}
         self.since = time if self.since is None else self.since
         self.counts[kind] += 1
+        if kind != "Warned":
+            self.newest_warnings.clear()
         if kind in _WARNING_KINDS:
             text = _text(record, _WARNING_KINDS[kind])
-            self.warnings.append({"rank": self.rank, "time": time, "kind": kind, "step": step, "text": text})
+            warning = {"rank": self.rank, "time": time, "kind": kind, "step": step, "text": text}
+            self.warnings.append(warning)
+            if kind == "Warned":
+                self.newest_warnings.append(warning)
         if began and step is not None:
             seconds = _number(record, "seconds")
             self.step, self.step_time = step, time
@@ -94,6 +101,7 @@ class Standing:
         for name in ("since", "started", "step", "counts", "held_up", "recent", "flushing", "measured"):
             setattr(self, name, getattr(fresh, name))
         self.sealed_step, self.sealed_time, self.sealed_bytes = None, 0.0, 0
+        self.warnings = self.newest_warnings.copy()
 
     @property
     def steps_per_second(self) -> float | None:
