@@ -163,7 +163,12 @@ class CheckpointConfig:
             self.lease_interval,
         )
         if self.best_metric is None:
-            _check(self.keep_best == 0, "keep_best", "0 without best_metric", self.keep_best)
+            _check(
+                self.keep_best == 0,
+                "keep_best",
+                "0 without best_metric (which says what is best: give it too)",
+                self.keep_best,
+            )
         else:
             _check(self.keep_best > 0, "keep_best", f"at least 1 with best_metric={self.best_metric!r}", self.keep_best)
 

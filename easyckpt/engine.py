@@ -76,13 +76,13 @@ class Checkpointer:
         self._pid = os.getpid()
         self._config = resolve(settings, config)
         audit = self._config.audit
-        path = audit.root if audit is not None and audit.root is not None else os.fspath(root)
+        place = audit.root if audit is not None and audit.root is not None else root
         ranks, self._channel, mailbox = wiring.meet(process_group, self._config)
         with contextlib.ExitStack() as undo:
             undo.callback(self._channel.close)
             undo.callback(mailbox.close)
             try:
-                self._build(path, state, ranks, mailbox, undo)
+                self._build(place, state, ranks, mailbox, undo)
             except BaseException as error:
                 self._channel.fail(f"{type(error).__name__}: {error}")  # before the rest is undone: others wait
                 raise
@@ -90,7 +90,12 @@ class Checkpointer:
         ending.watch(self)
 
     def _build(
-        self, path: str, state: Mapping[str, Any], ranks: Ranks, mailbox: Mailbox, undo: contextlib.ExitStack
+        self,
+        root: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        ranks: Ranks,
+        mailbox: Mailbox,
+        undo: contextlib.ExitStack,
     ) -> None:
         """Join the rooms. A state that cannot be kept is refused before anything on disk is touched.
 
@@ -103,7 +108,7 @@ class Checkpointer:
         first = capture.capture()
         self._events = EventLog(ranks.rank, None, config.log_file_path)
         undo.callback(self._events.close)
-        self._opened, self._ranks = opening.open_root(path, config, ranks, self._channel, self._events)
+        self._opened, self._ranks = opening.open_root(root, config, ranks, self._channel, self._events)
         undo.callback(self._opened.arena.close, remove=False)
         undo.callback(farewell.release_lease, self._opened, self._events)
         wiring.reserve(first, capture, self._opened, config)

@@ -53,7 +53,7 @@ def uses_cuda() -> bool:
 
 
 def open_root(
-    root: str, config: CheckpointConfig, ranks: Ranks, channel: Channel, events: EventLog
+    root: str | os.PathLike[str], config: CheckpointConfig, ranks: Ranks, channel: Channel, events: EventLog
 ) -> tuple[OpenedRoot, Ranks]:
     """Own `root` and this rank's arena. All ranks call it; an error of one is raised on all."""
     storage = LocalStorage(root, direct_io=config.direct_io)

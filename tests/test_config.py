@@ -205,6 +205,8 @@ def test_a_misspelled_variable_is_named(caplog):
 
 
 def test_a_metric_of_which_none_is_kept_is_refused():
+    with pytest.raises(ConfigError, match=r"keep_best must be 0 without best_metric \(.*give it too\), not 3"):
+        CheckpointConfig(keep_best=3)
     with pytest.raises(ConfigError, match="keep_best must be at least 1 with best_metric='loss', not 0"):
         CheckpointConfig(best_metric="loss")
     environ = {"EASYCKPT_KEEP_BEST": "3", "EASYCKPT_BEST_METRIC": "val/loss", "EASYCKPT_BEST_MODE": "max"}

@@ -28,6 +28,9 @@ def test_a_second_job_on_the_same_root_is_refused_and_names_the_owner(root):
 
 
 def test_bad_input_in_the_constructor_leaves_the_root_as_it_was(root):
+    for no_path in (None, 3, b"run"):
+        with pytest.raises(easyckpt.ConfigError, match=f"root must be the path of a directory .*, not {no_path!r}"):
+            Checkpointer(no_path, {"box": {}})
     with pytest.raises(easyckpt.ConfigError, match="slots"):
         Training(root, slots=0)
     with pytest.raises(easyckpt.ConfigError, match="save_memory_interval"):

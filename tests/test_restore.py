@@ -195,7 +195,9 @@ def test_where_all_are_damaged_nothing_starts_from_nothing(storage):
         write_checkpoint(storage, *views(step))
         rot(storage, step)
     rank = Rank(storage)
-    with pytest.raises(DamagedCheckpoint, match=r"none of 2 candidates(.|\n)*step-00000020(.|\n)*step-00000010"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"none of 2 candidates(.|\n)*step-00000020(.|\n)*step-00000010(.|\n)*from a backup"
+    ):
         rank.restore(LocalChannel(), [stored(20), stored(10)])
     assert rank.untouched
 

@@ -47,7 +47,10 @@ class _Plan:
 def prune(
     root: Annotated[str, typer.Argument(help="A checkpoint root that no job is using.", show_default=False)],
     *,
-    keep: Annotated[int | None, typer.Option(min=1, help="How many of the newest stay.", show_default=False)] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many of the newest stay. Required, but for --stale alone.", show_default=False),
+    ] = None,
     keep_every: Annotated[
         int | None, typer.Option(min=1, help="Steps that are a multiple of this stay too.", show_default=False)
     ] = None,

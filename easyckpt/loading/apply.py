@@ -56,7 +56,7 @@ def restore_agreed(
     if agreed:
         raise DamagedCheckpoint(
             f"none of {len(agreed)} candidates can be restored, and training is not started from nothing by itself:"
-            f"{''.join(passed_over)}\nRepair one of them, or give the job a new root to start again."
+            f"{''.join(passed_over)}\nCopy one of them from a backup, or give the job a new root to start again."
         )
     return None
 

@@ -23,7 +23,9 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 
 def root_path(root: str | os.PathLike[str]) -> str:
     """The directory that a user means by `root`; ``~`` at its start is the home. Raises ConfigError."""
-    given = os.fspath(root)
+    given = os.fspath(root) if isinstance(root, (str, os.PathLike)) else None
+    if not isinstance(given, str):
+        raise ConfigError(f"root must be the path of a directory (a str or a pathlib.Path), not {root!r}")
     if not given:
         raise ConfigError("root must be the path of a directory, not '' (the current directory is '.')")
     if "://" in given:
