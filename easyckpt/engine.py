@@ -254,6 +254,9 @@ class Checkpointer:
                 for batch in ckpt.batches(loader, epoch):
                     ...  # and save_if_needed
                 scheduler.step()
+
+        Resumed exactly at an epoch's end it yields nothing, so names that only the loop's body binds (such as
+        ``loss``) may not exist in the work that follows it.
         """
         return self._position.batches(loader, epoch, name, self._restore_generators)
 
