@@ -432,6 +432,11 @@ def test_show_needs_a_whole_manifest(root, run, harm):
     assert shown.document["step"] == 20, "the newest valid one is shown where none is named"
     assert re.search(r"exp: step 30 is not valid \(.+\): step 20 is taken\n", shown.err)
     assert run("show", f"{root}@20").err == ""
+    for step in (10, 20):
+        (root / layout.step_dir(step) / layout.MANIFEST).unlink()
+    ran = run("show", root)
+    assert ran.code == 2
+    assert "no checkpoint in it is valid: step 30 is not valid (" in ran.err
 
 
 def test_a_newer_checkpoint_cannot_be_judged(root, run):

@@ -109,6 +109,7 @@ def test_both_sizes_are_printed(trained, tmp_path, run):
     once = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values() if tensor.numel()}
     assert ran.document["checkpoint_bytes"] == sum(once.values())
     table = run("export", root, tmp_path / "n.safetensors", "--dtype", "fp16").out
+    assert "tensors of model in step 1" in table
     assert str(ran.document["checkpoint_bytes"]) in table
     assert str(ran.document["file_bytes"]) in table
 
