@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 
@@ -112,3 +113,36 @@ def test_a_subclass_is_refused_since_it_may_hold_more():
 
 def test_states_are_plain_values():
     assert own_state(KINDS["Python"]()).keys() == {"version", "words", "gauss"}
+
+
+def test_the_next_child_that_is_spawned_is_the_same():
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([1, 2], spawn_key=(3,))))
+    generator.spawn(2500)
+    image = snapshot(g=generator)
+    expected = draw(generator.spawn(1)[0])
+    fresh = np.random.Generator(np.random.PCG64(np.random.SeedSequence([1, 2], spawn_key=(3,))))
+    fresh.spawn(7)
+    restore(image, g=fresh)
+    assert draw(fresh.spawn(1)[0]) == expected
+
+
+def test_children_that_cannot_be_the_same_are_a_problem_in_words():
+    spawned, unspawned = np.random.default_rng(0), np.random.default_rng(0)
+    image, before = snapshot(g=spawned), snapshot(g=unspawned)
+    spawned.spawn(2)
+    (problem,) = problems(before, g=spawned)
+    assert "has spawned more generators here" in problem
+    assert problems(image, g=np.random.default_rng(1)) == []  # none was spawned yet: its state is all there is
+    image = snapshot(g=spawned)
+    (problem,) = problems(image, g=np.random.default_rng(1))
+    assert "is made of another seed here" in problem
+
+
+@pytest.mark.parametrize("seed", [3, {}, {"children": -1}, {"children": "x"}, {"children": 10**9}])
+def test_a_seed_that_is_none_is_refused(seed):
+    component = make_component("g", np.random.default_rng(0))
+    value = {**component.value(), "seed": seed}
+    component.value = lambda: value
+    image = snapshot(g=component)
+    with contextlib.suppress(DamagedCheckpoint):
+        assert problems(image, g=np.random.default_rng(0))
