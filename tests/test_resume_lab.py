@@ -233,6 +233,13 @@ def test_options_that_mean_nothing_are_refused_and_nothing_is_written(tmp_path, 
     assert not (tmp_path / "lab").exists()
 
 
+def test_a_damaged_resume_file_is_said_in_one_line(tmp_path):
+    (tmp_path / "resume.pth").write_bytes(b"garbage")
+    done = run_lab("train.py", "--out", tmp_path, "--resume")
+    assert done.returncode == 1
+    assert done.stderr == f"{tmp_path / 'resume.pth'} is damaged, or no file of the lab. Make it again: --stop-at 30\n"
+
+
 def test_a_file_in_the_folders_place_is_refused_and_stays(tmp_path):
     (tmp_path / "lab").write_text("mine")
     done = run_lab("train.py", "--out", tmp_path / "lab", "--stop-at", 1)

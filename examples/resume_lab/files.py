@@ -61,5 +61,10 @@ def write_tensors(out: Path, name: str, value: Any) -> None:
 
 
 def read_tensors(out: Path, name: str) -> Any:
-    """``torch.load`` of tensors and plain Python values only: no code from the file is run."""
-    return torch.load(out / name, weights_only=True)
+    """``torch.load`` of tensors and plain Python values only: no code from the file is run. A damaged one ends it."""
+    try:
+        return torch.load(out / name, weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch.load raises many kinds on a file that is none
+        raise SystemExit(f"{out / name} is damaged, or no file of the lab. Make it again: --stop-at 30") from error
