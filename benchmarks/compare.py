@@ -195,8 +195,8 @@ def report(found: dict[str, Result], size: Size, tries: int) -> None:
     step = common.median(one["seconds"] for one in good["none"]["rounds"]) / BLOCK
     question = (
         f"{first['state_bytes'] / 1e6:.0f} MB of state, steps of {step:.2f} s; {rounds} rounds, in each a process a "
-        f"library: {WARM_UP} steps to warm up, {BLOCK} measured; {tries} flipped bits and {tries} kills, one missing file. "
-        f"p99 of "
+        f"library: {WARM_UP} steps to warm up, {BLOCK} measured; {tries} flipped bits and {tries} kills, one missing "
+        f"file. p99 of "
         f"{', '.join(sorted({str(s['saves']) for n, s in summaries.items() if n != 'none'}, key=int))} saves is nearly "
         f"the longest.\n\n" + "\n".join(configuration(name, result) for name, result in found.items())
     )

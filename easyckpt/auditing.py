@@ -7,10 +7,12 @@ are looked at and never drawn from.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from easyckpt.config import Audit
 from easyckpt.format import layout
@@ -19,10 +21,16 @@ from easyckpt.state.content import digest_of
 from easyckpt.state.data_position import DataPosition
 from easyckpt.state.generators import cuda_generators, host_generators, own_kinds
 from easyckpt.storage.base import Storage
-from easyckpt.strangers import Strangers, state_of
+from easyckpt.strangers import Strangers, state_digest
 
 #: How many steps after `search_from` the process is searched for generators: rarely, since that takes a while.
 _SEARCHED = frozenset({1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000})
+
+
+#: What the names of generators that are components begin with.
+COMPONENT = "component:"
+
+_log = logging.getLogger("easyckpt")
 
 
 class Auditor:
@@ -42,6 +50,7 @@ class Auditor:
 
     def wanted(self, asked: Collection[str] | None) -> Collection[str] | None:
         """The components that a load restores where `asked` are asked for (None: all)."""
+        self._note({"loading": True})
         if not self._audit.left_out:
             return asked
         return set(self._components if asked is None else asked).difference(self._audit.left_out)
@@ -53,14 +62,20 @@ class Auditor:
     def after(self, step: int) -> bool:
         """Note what the step has left; returns whether the run is to stop here."""
         known = dict(self._known())
+        schedulers = {
+            name: component.target
+            for name, component in self._components.items()
+            if isinstance(component.target, LRScheduler)
+        }
         if step - self._audit.search_from in _SEARCHED:
-            self._strangers.search(known.values())
+            self._search([*known.values(), *schedulers.values()])
         generators = {name: digest_of(state) for name, state in host_generators().items()}
-        generators |= {name: digest_of(state_of(generator)) for name, generator in known.items()}
+        generators |= {name: state_digest(generator) for name, generator in known.items()}
         note = {
             "step": step,
             "generators": generators,
             "strangers": self._strangers.digests(),
+            "schedulers": sorted(schedulers),
             "rates": {name: rates for name, component in self._components.items() if (rates := _rates(component))},
             "batches": {name: list(seen) for name, seen in sorted(self._batches.items())},
         }
@@ -70,13 +85,19 @@ class Auditor:
         self.stopping = stop is not None and step >= stop
         return self.stopping
 
+    def _search(self, known: Collection[Any]) -> None:
+        try:
+            self._strangers.search(known)
+        except Exception:  # noqa: BLE001 - whatever the program's objects do, training goes on
+            _log.warning("audit: what is not part of the state could not be searched for", exc_info=True)
+
     def _known(self) -> Iterator[tuple[str, Any]]:
         """The generators that are part of the state, beside the global ones of the host."""
         for number, generator in enumerate(cuda_generators()):
             yield f"cuda:{number}", generator
         for name, component in self._components.items():
-            if isinstance(component.target, (torch.Generator, *own_kinds())):
-                yield name, component.target
+            if isinstance(component.target, torch.Generator) or type(component.target) in own_kinds():
+                yield f"{COMPONENT}{name}", component.target
         for name, generator in self._position.generators():
             yield name, generator
 

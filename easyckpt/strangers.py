@@ -1,4 +1,4 @@
-"""Generators of random numbers that live in an audited process, and that nobody has handed over."""
+"""Generators of random numbers and LR schedulers that live in an audited process, and that nobody has handed over."""
 
 from __future__ import annotations
 
@@ -11,30 +11,42 @@ from types import FrameType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from easyckpt.state.content import digest_of
 from easyckpt.state.generators import global_generators, own_kinds, own_state
 
 #: Modules of Python's own whose objects keep a generator for themselves, seeded by the operating system.
 _ASIDE = frozenset({"tempfile"})
+#: What decides a scheduler's next rates. How often it was stepped does not: it may be made to begin anywhere.
+_PROGRESS = frozenset({"last_epoch", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"})
 
 
-def state_of(generator: Any) -> Any:
-    """Of any kind of generator, all that decides what it draws next."""
-    return generator.get_state() if isinstance(generator, torch.Generator) else own_state(generator)
+def state_digest(target: Any) -> str:
+    """Of a generator, all that decides what it draws next; of a scheduler, how far it is."""
+    try:
+        if isinstance(target, torch.Generator):
+            state: Any = target.get_state()
+        elif isinstance(target, LRScheduler):
+            state = {name: value for name, value in vars(target).items() if name in _PROGRESS}
+        else:
+            state = own_state(target)
+    except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+        return f"not readable: {type(error).__name__}"
+    return digest_of(state)
 
 
 class Strangers:
-    """The live generators that are not part of the state, with the place where each was found."""
+    """The live generators and schedulers that are not part of the state, with the place where each was found."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Callable[[], Any], str]] = {}
-        """By id: what gives the generator, None once it is gone; and kind and place, in words."""
+        """By id: what gives it, None once it is gone; and kind and place, in words."""
 
     def search(self, known: Iterable[Any]) -> None:
         """Look through the whole process, at what still lives."""
         gc.collect()
-        ids = {id(generator) for generator in (torch.default_generator, *global_generators(), *known)}
+        ids = {id(target) for target in (torch.default_generator, *global_generators(), *known, *_inside(known))}
         found = self._found.items()
         self._found = {number: each for number, each in found if number not in ids and each[0]() is not None}
         for generator, place in _generators(ids | self._found.keys()):
@@ -55,8 +67,21 @@ class Strangers:
             name, count = place, 2
             while name in states:
                 name, count = f"{place} ({count})", count + 1
-            states[name] = digest_of(state_of(generator))
+            states[name] = state_digest(generator)
         return states
+
+
+def _schedulers(base: type[LRScheduler] = LRScheduler) -> Iterator[type[LRScheduler]]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from _schedulers(kind)
+
+
+def _inside(known: Iterable[Any]) -> Iterator[Any]:
+    """The schedulers that others of the state consist of."""
+    for target in known:
+        parts = vars(target).get("_schedulers") if isinstance(target, LRScheduler) else None
+        yield from parts if isinstance(parts, list) else ()
 
 
 def _reference(generator: Any) -> Callable[[], Any]:
@@ -74,13 +99,14 @@ def _kind(generator: Any) -> str:
 
 def _generators(without: Collection[int]) -> Iterator[tuple[Any, str]]:
     """Those that the garbage collector's objects or the running functions refer to, but for the ids in `without`."""
-    seen, kinds = set(without), frozenset((torch.Generator, *own_kinds()))
+    seen, kinds = set(without), frozenset((torch.Generator, *own_kinds(), *_schedulers()))
     for frame in _frames():
         variables = frame.f_locals
-        for name, value in list(variables.items()):
-            if type(value) in kinds and id(value) not in seen:
-                seen.add(id(value))
-                yield value, _variable(name, frame)
+        for name, held in list(variables.items()):
+            for value in _within(held, kinds):
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    yield value, _variable(name, frame)
         # A copy (before Python 3.13), which the frame keeps, and the step's tensors with it, unless it is emptied. The
         # program has the same one where it has called locals(): then somebody else refers to it.
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict and sys.getrefcount(variables) <= 3:
@@ -103,9 +129,21 @@ def _reachable(kinds: Collection[type]) -> list[tuple[Any, Any]]:
         kind = type(value)
         if kind in kinds:
             found.append((value, None))
-        elif (kind is dict or kind is tuple) and not gc.is_tracked(value):  # it holds nothing but such as generators
-            found += [(inner, value) for inner in gc.get_referents(value) if type(inner) in kinds]
+        elif (kind is dict or kind is tuple) and not gc.is_tracked(value):
+            found += [(inner, value) for inner in _within(value, kinds)]
     return found
+
+
+def _within(value: Any, kinds: Collection[type]) -> Iterator[Any]:
+    """`value`, or what is in it, if it is of these kinds.
+
+    Dicts and tuples that hold nothing but such as torch's generators are no objects of the garbage collector's either.
+    """
+    if type(value) in kinds:
+        yield value
+    elif type(value) in (dict, tuple) and not gc.is_tracked(value):
+        for inner in gc.get_referents(value):
+            yield from _within(inner, kinds)
 
 
 def _variable(name: str, frame: FrameType) -> str:

@@ -104,7 +104,10 @@ MISTAKES = {
         '"generator": generator',
     ),
     "seeds its sampler anew": ("the batches of the loader 'train' are others", "hand its sampler over"),
-    "counts the schedule from zero": ("the learning rate of 'optimizer' is", "hand the scheduler over"),
+    "counts the schedule from zero": (
+        "a torch.CosineAnnealingLR that is not part of the state (the global scheduler of __main__)",
+        '"scheduler": scheduler',
+    ),
     "reads by a counter of its own": ("'loss' differs in the first step after the resume", "where the data are"),
     "logs by a counter of its own": ("'loss' differs", ""),
     "evaluates with a generator of its own": (

@@ -14,8 +14,8 @@ LOADED = 4
 STRANGER = "torch.Generator, the global noise of __main__"
 
 
-def notes(**change: Any) -> list[Notes]:
-    """Of a run that goes on from step 4 to 8; `change` holds from step 6 on."""
+def notes(moves: bool = True, **change: Any) -> list[Notes]:
+    """Of a run that goes on from step 4 to 8; `change` holds from step 6 on; the stranger is drawn from at step 7."""
     told = {
         "generators": {"torch": "a"},
         "strangers": {STRANGER: "b"},
@@ -23,6 +23,8 @@ def notes(**change: Any) -> list[Notes]:
         "batches": {"t": [1, "c"]},
     }
     steps = {step: {"step": step, **told, **(change if step >= 6 else {})} for step in range(5, 9)}
+    for step in (7, 8) if moves else ():
+        steps[step]["strangers"] = {name: f"{digest} drawn" for name, digest in steps[step]["strangers"].items()}
     return [Notes(LOADED, "storage", 1, steps)]
 
 
@@ -76,6 +78,55 @@ def test_what_is_noted_differs_though_all_that_is_stored_is_equal(change, what):
 def test_what_straight_runs_do_not_share_decides_nothing(change, aside):
     assert unrepeated_notes(notes(**change), notes()) == [aside]
     assert culprit(findings(notes(**change)), notes(), unseeded=[aside]) is None
+
+
+def test_a_generator_that_is_never_drawn_from_again_or_made_anew_at_each_use_is_no_loss():
+    other = {"strangers": {STRANGER: "x"}}
+    assert culprit(findings(notes(**other)), notes()) is not None
+    unused = notes(moves=False)
+    for note in unused[0].steps.values():
+        note["strangers"] = {STRANGER: "x"}
+    assert culprit(findings(unused), notes(moves=False)) is None
+    anew, straight = notes(**other), notes()
+    anew[0].steps[8]["strangers"] = straight[0].steps[8]["strangers"] = {STRANGER: "seeded"}
+    assert culprit(findings(anew), straight) is None
+
+
+def test_a_scheduler_that_counts_otherwise_is_a_loss_though_it_has_not_moved_yet():
+    place = "torch.StepLR, the global sched of __main__"
+    mine, straight = (notes(moves=False, strangers={place: state}) for state in ("0", "1"))
+    found = culprit(findings(mine), straight)
+    assert found is not None
+    assert (
+        found.what == "a torch.StepLR that is not part of the state (the global sched of __main__) is not where it was"
+    )
+    assert '"scheduler": scheduler' in found.advice
+
+
+def test_the_rate_of_a_scheduler_that_is_in_the_state_is_not_blamed_on_handing_it_over():
+    mine = notes(rates={"o": [0.2]}, schedulers=["sched"])
+    found = culprit(findings(mine), notes())
+    assert found is not None
+    assert "the scheduler 'sched' is in the state" in found.advice
+    assert 'progress["epoch"]' in found.advice
+
+
+def test_what_a_pass_over_a_loader_draws_by_itself_is_taken_through_batches():
+    place = "torch.Generator, a variable of the iterator RandomSampler.__iter__()"
+    found = culprit(findings(notes(strangers={place: "x"})), notes(strangers={place: "y"}))
+    assert found is not None
+    assert "ckpt.batches" in found.advice
+
+
+def test_the_component_that_differs_first_is_named():
+    parts = {
+        "model": Part("model", first_step=8, first_tensor="model.w"),
+        "opt": Part("opt", first_step=6, first_tensor="opt.param_groups.0.weight_decay"),
+    }
+    found = culprit(findings(parts=parts), notes())
+    assert found is not None
+    assert "weight_decay" in found.what
+    assert "batches" not in found.advice
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import easyckpt
-from easyckpt.auditing import Strangers
 from easyckpt.memory.place import user_name
+from easyckpt.strangers import Strangers, state_digest
 from tests.support.jobs import committed
 
 HELD: dict[str, torch.Generator] = {}
@@ -62,14 +62,15 @@ def test_each_step_is_noted_with_its_generators_rates_and_batches(job, tmp_path)
         for number, _ in enumerate(checkpointer.batches(audited.loader, 0), start=1):
             torch.rand(1, generator=audited.noise)
             audited.step(number)
-    loaded, *steps = notes(tmp_path)
+    loading, loaded, *steps = notes(tmp_path)
+    assert loading == {"loading": True}
     assert loaded == {"loaded": 0, "tier": None}
     assert [note["step"] for note in steps] == [1, 2, 3, 4]
     for note in steps:
-        assert {"python", "torch", "noise"} <= note["generators"].keys()
+        assert {"python", "torch", "component:noise"} <= note["generators"].keys()
         assert note["rates"] == {"optimizer": [0.5]}
         assert note["batches"]["train"][0] == 1
-    for name in ("torch", "noise"):
+    for name in ("torch", "component:noise"):
         assert len({note["generators"][name] for note in steps}) == 4
     assert len({note["generators"]["python"] for note in steps}) == 1
     assert len({note["batches"]["train"][1] for note in steps}) == 4
@@ -164,6 +165,42 @@ def test_strangers_are_found_wherever_they_are_kept():
     assert len(strangers.digests()) < len(found)
 
 
+def test_strangers_in_containers_of_a_function_and_schedulers_are_found():
+    others = Strangers()
+    others.search([])
+    pair = (torch.Generator().manual_seed(1), (torch.Generator().manual_seed(2),))
+    table = {"noise": {"inner": torch.Generator().manual_seed(3)}}
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    inner = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 4)]
+    known = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, [2])
+    forgotten = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    strangers = Strangers()
+    strangers.search([known, *others.generators()])
+    before = strangers.digests()
+    where = "in test_strangers_in_containers_of_a_function_and_schedulers_are_found() of test_auditing.py"
+    assert sorted(before) == [
+        "torch.Generator, 'inner' of a dict",
+        f"torch.Generator, the variable pair {where}",
+        f"torch.Generator, the variable pair {where} (2)",
+        f"torch.ReduceLROnPlateau, the variable forgotten {where}",
+    ]
+    forgotten.step(1.0)
+    assert [place for place, digest in strangers.digests().items() if digest != before[place]] == [sorted(before)[-1]]
+    assert pair
+    assert table
+
+
+class Odd(random.Random):
+    """Says nothing that is a state."""
+
+    def getstate(self):
+        return {}
+
+
+def test_a_generator_of_the_programs_own_kind_ends_no_training():
+    assert state_digest(Odd(1)) == "not readable: ValueError"
+
+
 def test_looking_for_strangers_leaves_the_variables_of_the_program_as_they_are():
     width, rate = 3, torch.Generator()
     mine = locals()
@@ -196,7 +233,7 @@ def test_a_batch_that_cannot_be_digested_holds_no_training_up(job, tmp_path):
         checkpointer.load()
         for number, _ in enumerate(checkpointer.batches([Strange(), Strange()], 0), start=1):
             audited.step(number)
-    assert [note["step"] for note in notes(tmp_path)[1:]] == [1, 2]
+    assert [note["step"] for note in notes(tmp_path)[2:]] == [1, 2]
 
 
 def test_a_job_that_is_not_audited_notes_nothing(tmp_path):

@@ -16,7 +16,7 @@ from easyckpt.cli.audit.course import Course, Tier
 from easyckpt.cli.audit.report import Audit
 from easyckpt.cli.audit.runs import CommandFailed, Runner, left_by_a_failed_command
 from easyckpt.cli.output import Answer, AsJson
-from easyckpt.errors import UsageError
+from easyckpt.errors import EasyckptError, UsageError
 from easyckpt.storage.local import LocalStorage
 
 #: Stored steps of a straight run, at least, where nothing else is asked for.
@@ -36,7 +36,9 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
     steps: Annotated[int, typer.Option(help="Finished steps of a whole run.", min=2)] = 60,
     at: Annotated[int, typer.Option(help="Finished steps after which it is stopped.", min=1)] = 30,
     kill: Annotated[bool, typer.Option("--kill", help="Stop it by SIGKILL in the middle of a flush.")] = False,
-    every: Annotated[int | None, typer.Option(help="Store and compare every so many steps.", min=1)] = None,
+    every: Annotated[
+        int | None, typer.Option(help="Store and compare every so many steps; by itself a dozen times.", min=1)
+    ] = None,
     out: Annotated[str, typer.Option(help="A new directory for the report.")] = "easyckpt-audit",
     tier: Annotated[Tier, typer.Option(help="Resume from this tier only.")] = Tier.BOTH,
     parts: Annotated[bool, typer.Option(help="Also try what leaving out each part does.")] = True,
@@ -46,8 +48,15 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
 ) -> Answer:
     """Run a training command straight and stopped-and-resumed, and compare to the bit.
 
-    Exit code 0: identical. 1: the resumed run differs, and the report names the culprit. 2: bad input. 3: two straight
-    runs differ already. 4: the command failed. Example: easyckpt audit --steps 60 --at 30 -- python train.py
+    The command is run as it is, four to five times and once more for each part of the state, in roots of its own:
+    what the script passes as root and intervals is not used. It must call load() and save_if_needed(step) or save(),
+    and go on beyond --at. Choose numbers that cover an epoch's end and a change of the learning rate, and once --at an
+    epoch's end.
+
+    Exit codes: 0 identical; 1 the resumed run differs, and the report names the culprit; 2 bad input; 3 two straight
+    runs differ already; 4 the command failed.
+
+    Example: easyckpt audit --steps 60 --at 30 -- python train.py
     """
     every = _stored_every(steps, at, every, kill)
     out = os.path.abspath(out)
@@ -63,9 +72,13 @@ def audit(  # noqa: PLR0917 - typer makes options of all but the first
         runner.close(keep=keep)
     if result.wrong_tier and tier != Tier.BOTH:
         raise UsageError(result.wrong_tier[0])
-    runner.forget_failure()
-    _write(out, result, series)
-    views = [*report.views(result), f"the report is {os.path.join(out, 'report.md')}"]
+    try:
+        _write(out, result, series)
+        runner.forget_failure()
+        where = f"the report is {os.path.join(out, 'report.md')}"
+    except (EasyckptError, OSError) as error:  # the verdict is worth more
+        where = f"the report could not be written: {error}"
+    views = [*report.views(result), where]
     return Answer(report.document(result), views, CODES[result.verdict])
 
 

@@ -14,7 +14,7 @@ from easyckpt.cli.audit.findings import Findings, find, unrepeated_notes, unseed
 from easyckpt.cli.audit.notes import Notes, metrics_of, notes_of, typical_flush
 from easyckpt.cli.audit.report import Audit
 from easyckpt.cli.audit.runs import CommandFailed, Run, Runner
-from easyckpt.errors import UsageError
+from easyckpt.errors import NotLoaded, UsageError
 from easyckpt.format import layout
 from easyckpt.format.layout import NativeNaming
 from easyckpt.format.manifest import Index
@@ -57,6 +57,7 @@ class Course:
         if self._differs_from_itself():
             return series
         stopped = self._stop(kill, chance, typical_flush(storage))
+        self._check_stopped(stopped)
         # The copies first: the run from memory changes the root.
         if tier != Tier.MEMORY:
             self._resume(self._runner.new("storage", after=stopped))
@@ -70,12 +71,22 @@ class Course:
         """Whether what it has left is enough to be compared with."""
         if not self._notes:
             raise UsageError(f"the command has made no Checkpointer; see {self._straight.log}")
-        newest = max((entry.step for entry in catalog.scan(storage, NativeNaming()).committed()), default=0)
+        newest = _newest(storage)
         if newest <= self._result.at:
             raise UsageError(
                 f"the command ends after {newest} saved steps by itself: choose --at and --steps below that"
             )
         self._result.ended = newest
+
+    def _check_stopped(self, stopped: Run) -> None:
+        """Whether there is a step left to go on to: a program may save at steps of its own alone."""
+        reached, ended = _newest(LocalStorage(stopped.root)), self._result.ended
+        if reached >= ended:
+            raise UsageError(
+                f"the run that was to stop at step {self._result.at} has stopped at {reached}, where the straight run "
+                f"ended ({ended}): the command saves at steps of its own. Choose --at and --steps so that a save of "
+                "its lies between them"
+            )
 
     def _differs_from_itself(self) -> bool:
         result, again = self._result, self._runner.new("straight-again")
@@ -87,13 +98,12 @@ class Course:
             result.unrepeated = [name for name, metric in found.metrics.items() if not metric.equal]
             result.aside = [name for name in unrepeated_notes(notes, self._notes) if name not in result.unseeded]
             return False
-        if "torch" in result.unseeded:
+        result.why = culprit(found, self._notes, unseeded=result.unseeded, resumed=False)
+        if result.unseeded and ("torch" in result.unseeded or result.why is None or not result.why.by_stranger):
             names = ", ".join(result.unseeded)
             result.why = Culprit(
                 f"the straight runs begin with other generators ({names}): nobody seeds them", None, 0, _SEED
             )
-        else:
-            result.why = culprit(found, self._notes, unseeded=result.unseeded, resumed=False)
         return True
 
     def _stop(self, kill: bool, chance: random.Random, typical: float) -> Run:
@@ -110,7 +120,7 @@ class Course:
         try:
             self._go(run, stop=result.steps)
         except CommandFailed as error:
-            if _loads(run) == loads:
+            if _loads(run) == loads and NotLoaded.__name__ in str(error):
                 raise CommandFailed(f"{run.name}: {_NEVER_LOADED}\n{error}") from None
             raise
         found = self._find(run)
@@ -151,8 +161,12 @@ class Course:
         return found
 
 
+def _newest(storage: LocalStorage) -> int:
+    return max((entry.step for entry in catalog.scan(storage, NativeNaming()).committed()), default=0)
+
+
 def _loads(run: Run) -> int:
-    """How often a load has ended in the root of `run`."""
+    """How often a load was begun in the root of `run`."""
     return sum(notes.loads for notes in notes_of(LocalStorage(run.root)))
 
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from easyckpt.cli.audit.findings import SPOKEN, Findings
-from easyckpt.cli.audit.notes import Notes, batches_of
+from easyckpt.cli.audit.looks import LOOKS, View, by_place, is_generator, unlike
+from easyckpt.cli.audit.notes import Notes
 
-Note = dict[str, Any]
 _COUNT = (
     "count finished steps in the state, begin the loop at what load() returns, end it at the same number in all runs, "
     "and save by that count"
+)
+_OTHER_DATA = "it has seen other data: take batches through ckpt.batches(loader, epoch)"
+_MISSING = (
+    "something that training depends on is in no component (a counter, a list, an iterator's position, an attribute, a "
+    "hook): hand it over, in a dict or as an object with state_dict and load_state_dict"
+)
+_UNREPEATED = (
+    "two runs of the same command are not the same: seed what is random, use deterministic algorithms, and keep ids, "
+    "times and paths out of the state"
 )
 
 
@@ -26,6 +35,8 @@ class Culprit:
     step: int | None
     rank: int
     advice: str
+    by_stranger: bool = False
+    """It is something that is not part of the state, and that was found by itself."""
 
     def __str__(self) -> str:
         where = f" on rank {self.rank}" if self.rank else ""
@@ -49,8 +60,8 @@ def culprit(
         return Culprit("nothing was restored", None, 0, "call load() before the training loop, and start at its step")
     if found.tier is None and resumed:
         return Culprit("load() has found nothing", None, 0, "the run before has stored no checkpoint; see its log")
-    aside = unseeded if resumed else [*unseeded, *_of_libraries(straight)]
-    first = _first_noted(found.notes, straight, aside)
+    view = _view(found.notes, straight, unseeded, resumed)
+    first = _first_noted(found.notes, straight, view)
     if first is None and found.identical(unrepeated):
         return None
     if not found.steps:
@@ -59,9 +70,40 @@ def culprit(
     state = _first_in_state(found, unrepeated)
     if _parted(found) <= min(noted, state):
         return _other_steps(found)
-    if first is None or state < noted:
-        return _unseen(found, unrepeated)
-    return Culprit(first.what, first.step, first.rank, first.advice)
+    # Strangers are looked for late in a run: between straight ones, one that differs at all is what nobody has seeded.
+    unsought = not resumed and first is not None and first.order == 0
+    if first is None or (state < noted and not unsought):
+        return _unseen(found, unrepeated, resumed)
+    return Culprit(first.what, first.step if not unsought else None, first.rank, first.advice, first.order == 0)
+
+
+def _view(mine: Sequence[Notes], straight: Sequence[Notes], unseeded: Collection[str], resumed: bool) -> View:
+    lost: set[str] = set()
+    for one, other in zip(mine, straight, strict=False):
+        lost |= _lost(one, other, unseeded if resumed else [*unseeded, *_of_libraries(straight)])
+    return View(without=unseeded, lost=lost, resumed=resumed)
+
+
+def _lost(mine: Notes, straight: Notes, without: Collection[str]) -> set[str]:
+    """Strangers that differ where the runs were last seen together, and that either of them has moved after the load.
+
+    A generator that is seeded anew, or made anew, at each use comes to be where it was; one that is never drawn from
+    again does not matter. A scheduler's next step does, however far away.
+    """
+    steps = sorted(mine.steps.keys() & straight.steps.keys())
+    series = [[by_place(_some(notes.steps[step], without)) for step in steps] for notes in (mine, straight)]
+    found: set[str] = set()
+    for place in {place for states in series[1] for place in states}:
+        both = [number for number in range(len(steps)) if place in series[0][number] and place in series[1][number]]
+        if both and unlike(series[0][both[-1]][place], series[1][both[-1]][place]):
+            moved = any(states[number][place] != states[both[0]][place] for states in series for number in both)
+            if moved or not is_generator(place):
+                found.add(place)
+    return found
+
+
+def _some(note: dict[str, Any], without: Collection[str]) -> dict[str, str]:
+    return {name: digest for name, digest in note["strangers"].items() if name not in without}
 
 
 def _of_libraries(straight: Sequence[Notes]) -> set[str]:
@@ -83,11 +125,11 @@ class _Noted(NamedTuple):
     advice: str
 
 
-def _first_noted(notes: Sequence[Notes], straight: Sequence[Notes], without: Collection[str]) -> _Noted | None:
+def _first_noted(notes: Sequence[Notes], straight: Sequence[Notes], view: View) -> _Noted | None:
     found: list[_Noted] = []
     for rank, (mine, theirs) in enumerate(zip(notes, straight, strict=False)):
         for step in sorted(mine.steps.keys() & theirs.steps.keys()):
-            looks = ((order, look(mine.steps[step], theirs.steps[step], without)) for order, look in enumerate(_LOOKS))
+            looks = ((order, look(mine.steps[step], theirs.steps[step], view)) for order, look in enumerate(LOOKS))
             said = [_Noted(step, order, rank, *told) for order, told in looks if told is not None]
             if said:  # what comes later on this rank follows from it
                 found.append(said[0])
@@ -117,103 +159,23 @@ def _other_steps(found: Findings) -> Culprit:
     return Culprit(f"the runs have not both stored step {steps}", None, 0, _COUNT)
 
 
-def _stranger(mine: Note, theirs: Note, without: Collection[str]) -> tuple[str, str] | None:
-    here, there = _by_place(mine["strangers"], without), _by_place(theirs["strangers"], without)
-    # Of several at one place some may be left from before: those are in one of the runs alone, and nobody's loss.
-    places = (
-        place for place in there if place in here and not (here[place] <= there[place] or there[place] <= here[place])
-    )
-    found = next(places, None)
-    if found is None:
-        return None
-    kind, _, place = found.partition(", ")
-    return (
-        f"a {kind} that is not part of the state ({place}) is not where it was",
-        'hand it over: Checkpointer(root, {…, "generator": generator})',
-    )
-
-
-def _by_place(strangers: dict[str, str], without: Collection[str]) -> dict[str, set[str]]:
-    """Kind and place -> digests of all that are there."""
-    found: dict[str, set[str]] = {}
-    for name, digest in strangers.items():
-        if name not in without:
-            found.setdefault(re.sub(r" \(\d+\)$", "", name), set()).add(digest)
-    return found
-
-
-def _rates(mine: Note, theirs: Note, _: Collection[str]) -> tuple[str, str] | None:
-    name = _first_unlike(mine["rates"], theirs["rates"])
-    if name is None:
-        return None
-    pair = next(
-        ((a, b) for a, b in zip(theirs["rates"][name], mine["rates"][name], strict=False) if a != b), ("?", "?")
-    )
-    return (
-        f"the learning rate of {name!r} is {pair[1]} where it was {pair[0]}",
-        'hand the scheduler over, or what counts the schedule: Checkpointer(root, {…, "scheduler": scheduler}); one '
-        "that is made for the steps that are left counts from zero",
-    )
-
-
-def _generators(mine: Note, theirs: Note, without: Collection[str]) -> tuple[str, str] | None:
-    name = _first_unlike(mine["generators"], theirs["generators"], without)
-    if name is None:
-        return None
-    spoken = f"the global generator of {name}" if name in ("python", "numpy", "torch") else f"the generator {name!r}"
-    return (
-        f"{spoken} is not where it was though it was restored",
-        "it was seeded anew, or drawn from another number of times, after load(): seed before load(), and take batches "
-        "through ckpt.batches(loader, epoch), which puts the generators back at the first batch",
-    )
-
-
-def _batches(mine: Note, theirs: Note, without: Collection[str]) -> tuple[str, str] | None:
-    aside = [name for name in mine["batches"] if batches_of(name) in without]
-    name = _first_unlike(mine["batches"], theirs["batches"], aside)
-    if name is None:
-        return None
-    return (
-        f"the batches of the loader {name!r} are others",
-        "the order of its data is drawn or counted by something that is not part of the state: hand its sampler over "
-        "(easyckpt.SkipBatchSampler, or any object with state_dict and load_state_dict)",
-    )
-
-
-#: In the order of cause and effect: a generator decides batches, batches may decide how often another is drawn from.
-_LOOKS: list[Callable[[Note, Note, Collection[str]], tuple[str, str] | None]] = [
-    _stranger, _rates, _batches, _generators,
-]  # fmt: skip
-
-
-def _first_unlike(mine: dict[str, Any], theirs: dict[str, Any], without: Collection[str] = ()) -> str | None:
-    """The first name that both have with unlike values."""
-    return next((n for n in theirs if n in mine and n not in without and mine[n] != theirs[n]), None)
-
-
-def _unseen(found: Findings, without: Collection[str]) -> Culprit:
+def _unseen(found: Findings, without: Collection[str], resumed: bool) -> Culprit:
     """Nothing that was noted differs first: something that is in no component and that nobody sees."""
+    taken = any(note["batches"] for notes in found.notes for note in notes.steps.values())
+    metrics = {name: m.first_step for name, m in found.metrics.items() if not m.equal and name not in without}
     at_once = (found.loaded or 0) + 1
-    for name, metric in found.metrics.items():
-        if metric.first_step == at_once and name not in without:
-            return Culprit(
-                f"{name!r} differs in the first step after the resume, while generators and learning rates are equal",
-                at_once,
-                0,
-                "the step has seen other data, or something that it depends on is not part of the state: take batches "
-                "through ckpt.batches(loader, epoch), or hand over what says where the data are (a counter, an "
-                "iterator's position) as a dict or an object with state_dict and load_state_dict",
-            )
-    differing = found.differing
-    if not differing:
-        name, first = next((n, m.first_step) for n, m in found.metrics.items() if not m.equal and n not in without)
+    for name, step in metrics.items():
+        if step == at_once and resumed:
+            what = f"{name!r} differs in the first step after the resume, while generators and learning rates are equal"
+            return Culprit(what, at_once, 0, _MISSING if taken else f"{_OTHER_DATA}, or {_MISSING}")
+    parts = [part for part in found.parts.values() if part.first_step is not None]
+    if not parts:
+        name, first = next(iter(metrics.items()))
         return Culprit(f"{name!r} differs, while the state is equal", first, 0, "it is computed from what is no state")
-    part = found.parts[differing[0]]
+    part = min(parts, key=lambda part: (part.first_step or 0, part.largest is None))
+    what = f"{SPOKEN.get(part.component, part.component)!r} differs, first at {part.first_tensor}"
+    if not resumed:
+        return Culprit(what, part.first_step, 0, _UNREPEATED)
     return Culprit(
-        f"{SPOKEN.get(part.component, part.component)!r} differs, first at {part.first_tensor}",
-        part.first_step,
-        0,
-        "something that training depends on is in no component: data read by a counter or an iterator of the program's "
-        "own, an attribute, a hook. Hand it over as a dict or an object with state_dict and load_state_dict, and log "
-        "the loss (ckpt.log(loss=loss)), which tells the first step that differs",
+        what, part.first_step, 0, f"{_MISSING}, and log the loss (ckpt.log(loss=loss)), which tells the first step"
     )

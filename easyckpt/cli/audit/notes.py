@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from easyckpt.event_kinds import FlushCommitted
@@ -23,7 +23,7 @@ class Notes:
     """The step that was restored; None: the program has called no load."""
     tier: str | None = None
     loads: int = 0
-    """How many loads there have been, in earlier processes too."""
+    """How many loads were begun, in earlier processes too."""
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Finished step -> what there was after it: see `easyckpt.auditing.Auditor.after`."""
 
@@ -34,8 +34,10 @@ def notes_of(storage: Storage) -> list[Notes]:
     while storage.exists(layout.audit_file(len(ranks))):
         notes = Notes()
         for line in _lines(storage, layout.audit_file(len(ranks))):
-            if "loaded" in line:
-                notes = Notes(line["loaded"], line["tier"], notes.loads + 1)
+            if "loading" in line:
+                notes = replace(notes, loads=notes.loads + 1)
+            elif "loaded" in line:
+                notes = Notes(line["loaded"], line["tier"], notes.loads)
             else:
                 step = int(line["step"])
                 before = notes.steps.get(step, {}).get("batches", {})  # a step may be saved twice
