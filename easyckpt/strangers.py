@@ -18,6 +18,7 @@ from easyckpt.state.generators import global_generators, own_kinds, own_state
 
 #: Modules of Python's own whose objects keep a generator for themselves, seeded by the operating system.
 _ASIDE = frozenset({"tempfile"})
+_SMALL = 64
 #: What decides a scheduler's next rates. How often it was stepped does not: it may be made to begin anywhere.
 _PROGRESS = frozenset({"last_epoch", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"})
 
@@ -103,7 +104,7 @@ def _generators(without: Collection[int]) -> Iterator[tuple[Any, str]]:
     for frame in _frames():
         variables = frame.f_locals
         for name, held in list(variables.items()):
-            for value in _within(held, kinds):
+            for value in _in_variable(held, kinds):
                 if id(value) not in seen:
                     seen.add(id(value))
                     yield value, _variable(name, frame)
@@ -132,6 +133,15 @@ def _reachable(kinds: Collection[type]) -> list[tuple[Any, Any]]:
         elif (kind is dict or kind is tuple) and not gc.is_tracked(value):
             found += [(inner, value) for inner in _within(value, kinds)]
     return found
+
+
+def _in_variable(value: Any, kinds: Collection[type], depth: int = 3) -> Iterator[Any]:
+    """`value`, or what is in small containers there, if it is of these kinds."""
+    if type(value) in kinds:
+        yield value
+    elif depth and type(value) in (dict, tuple, list) and len(value) <= _SMALL:
+        for inner in gc.get_referents(value):
+            yield from _in_variable(inner, kinds, depth - 1)
 
 
 def _within(value: Any, kinds: Collection[type]) -> Iterator[Any]:

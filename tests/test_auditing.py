@@ -179,9 +179,9 @@ def test_strangers_in_containers_of_a_function_and_schedulers_are_found():
     before = strangers.digests()
     where = "in test_strangers_in_containers_of_a_function_and_schedulers_are_found() of test_auditing.py"
     assert sorted(before) == [
-        "torch.Generator, 'inner' of a dict",
         f"torch.Generator, the variable pair {where}",
         f"torch.Generator, the variable pair {where} (2)",
+        f"torch.Generator, the variable table {where}",
         f"torch.ReduceLROnPlateau, the variable forgotten {where}",
     ]
     forgotten.step(1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from typer.main import get_command
 
 import easyckpt
+from easyckpt import verification
 from easyckpt.cli import app, output
 from easyckpt.cli import rescue as rescue_command
 from easyckpt.format import layout
@@ -201,6 +203,20 @@ def test_verify_means_all_and_reads_every_file(root, run):
     ran = run("verify", root, "--json")
     assert ran.code == 0
     assert [(c["step"], c["good"]) for c in ran.document["checkpoints"]] == [(10, True), (20, True), (30, True)]
+
+
+def test_verify_leaves_out_what_a_job_removes_meanwhile(root, run, monkeypatch):
+    verified = verification.verify
+
+    def rotated(storage, entry, **how):
+        if entry.step == 10:
+            shutil.rmtree(root / entry.name)
+        return verified(storage, entry, **how)
+
+    monkeypatch.setattr(verification, "verify", rotated)
+    ran = run("verify", root, "--json")
+    assert ran.code == 0, ran.err
+    assert [c["step"] for c in ran.document["checkpoints"]] == [20, 30]
 
 
 def test_verify_says_which_file_tensor_and_chunk_is_bad(root, run):

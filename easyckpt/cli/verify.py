@@ -66,6 +66,8 @@ def verify(
     total = sum(entry.nbytes for entry in entries)
     with output.progress("verify", total) as count:
         verdicts = [_judge(target, entry, count) for entry in entries]
+    if not target.is_one:  # a job that runs may have removed some since they were listed
+        verdicts = [v for v in verdicts if not v.damaged or target.storage.exists(v.entry.name)]
     documents = [verdict.document() for verdict in verdicts]
     good = root_problem is None and all(document["good"] for document in documents)
     advice = _advice(target, verdicts)
