@@ -103,12 +103,18 @@ MISTAKES = {
         "a numpy.Generator that is not part of the state (the global jitter of __main__) is not where it was",
         '"generator": generator',
     ),
-    "seeds its sampler anew": ("the batches of the loader 'train' are others", "hand its sampler over"),
+    "seeds its sampler anew": (
+        "a random.Random that is not part of the state (the attribute _random of a OwnOrder) is not where it was",
+        "hand it over",
+    ),
     "counts the schedule from zero": (
         "a torch.CosineAnnealingLR that is not part of the state (the global scheduler of __main__)",
         '"scheduler": scheduler',
     ),
-    "reads by a counter of its own": ("'loss' differs in the first step after the resume", "where the data are"),
+    "reads by a counter of its own": (
+        "'loss' differs in the first step after the resume",
+        "is in no component (a counter",
+    ),
     "logs by a counter of its own": ("'loss' differs", ""),
     "evaluates with a generator of its own": (
         "a torch.Generator that is not part of the state (the global evaluation",

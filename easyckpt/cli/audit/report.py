@@ -81,7 +81,7 @@ def _found(found: Findings, why: Culprit | None, audit: Audit, *, resumed: bool 
         "run": found.name,
         "restored_step": found.loaded,
         "tier": found.tier,
-        "identical": (found.tier is not None or not resumed) and found.identical(audit.unrepeated),
+        "identical": why is None and (found.tier is not None or not resumed) and found.identical(audit.unrepeated),
         "compared_steps": found.steps,
         "unshared_steps": found.unshared,
         "components": [
