@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         for part in ENGINE
     },
     "integrations": ENGINE_AND_BELOW | {TOP},
-    "cli": ENGINE_AND_BELOW | LOOKING,
+    "cli": ENGINE_AND_BELOW | LOOKING | {"auditing"},  # whose notes it reads
     TOP: ENGINE_AND_BELOW | {"cli"},
 }
 
