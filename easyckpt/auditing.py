@@ -24,7 +24,7 @@ from easyckpt.storage.base import Storage
 from easyckpt.strangers import Strangers, state_digest
 
 #: How many steps after `search_from` the process is searched for generators: rarely, since that takes a while.
-_SEARCHED = frozenset({1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000})
+_SEARCHED = frozenset({1, 3, 10, 30, 100, 300, 1000})
 
 
 #: What the names of generators that are components begin with.

@@ -19,6 +19,7 @@ from easyckpt.state.generators import global_generators, own_kinds, own_state
 #: Modules of Python's own whose objects keep a generator for themselves, seeded by the operating system.
 _ASIDE = frozenset({"tempfile"})
 _SMALL = 64
+_UNTRACKED = frozenset({dict, tuple})
 #: What decides a scheduler's next rates. How often it was stepped does not: it may be made to begin anywhere.
 _PROGRESS = frozenset({"last_epoch", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"})
 
@@ -123,15 +124,16 @@ def _generators(without: Collection[int]) -> Iterator[tuple[Any, str]]:
 def _reachable(kinds: Collection[type]) -> list[tuple[Any, Any]]:
     """All of these kinds that the garbage collector's objects refer to, and what each is in where that is none of them.
 
-    (Torch's generators are no objects of the garbage collector's themselves.)
+    Torch's generators are no objects of the garbage collector's themselves, nor are dicts and tuples that hold nothing
+    but such. There are a million references: they are sifted in few calls.
     """
-    found: list[tuple[Any, Any]] = []
-    for value in gc.get_referents(*gc.get_objects()):  # a million: nothing more than this for each
-        kind = type(value)
-        if kind in kinds:
-            found.append((value, None))
-        elif (kind is dict or kind is tuple) and not gc.is_tracked(value):
-            found += [(inner, value) for inner in _within(value, kinds)]
+    level = gc.get_referents(*gc.get_objects())
+    found = [(value, None) for value in level if type(value) in kinds]
+    while containers := [value for value in level if type(value) in _UNTRACKED and not gc.is_tracked(value)]:
+        level = gc.get_referents(*containers)
+        inner = {id(value) for value in level if type(value) in kinds}
+        if inner:
+            found += [(v, c) for c in containers for v in gc.get_referents(c) if id(v) in inner]
     return found
 
 
@@ -142,18 +144,6 @@ def _in_variable(value: Any, kinds: Collection[type], depth: int = 3) -> Iterato
     elif depth and type(value) in (dict, tuple, list) and len(value) <= _SMALL:
         for inner in gc.get_referents(value):
             yield from _in_variable(inner, kinds, depth - 1)
-
-
-def _within(value: Any, kinds: Collection[type]) -> Iterator[Any]:
-    """`value`, or what is in it, if it is of these kinds.
-
-    Dicts and tuples that hold nothing but such as torch's generators are no objects of the garbage collector's either.
-    """
-    if type(value) in kinds:
-        yield value
-    elif type(value) in (dict, tuple) and not gc.is_tracked(value):
-        for inner in gc.get_referents(value):
-            yield from _within(inner, kinds)
 
 
 def _variable(name: str, frame: FrameType) -> str:

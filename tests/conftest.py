@@ -31,9 +31,10 @@ JOIN_SECONDS = 10.0
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(campaigns.Results(), "easyckpt-campaigns")
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
-        # So it is where the run itself was put into the background, and all processes of the tests would inherit it.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+            # So it is where the run itself was put into the background, and all that the tests start would inherit it.
+            signal.signal(number, default)
     for name in [name for name in os.environ if name.startswith("EASYCKPT_")]:
         del os.environ[name]  # settings of the person who runs the tests are not the tests'
     for path in SHARED_MEMORY.glob(f"{PREFIX}*-*"):  # left by test runs that were killed
