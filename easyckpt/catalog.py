@@ -15,7 +15,8 @@ from easyckpt.format.layout import NamingScheme
 from easyckpt.format.manifest import Manifest, RootRecord
 from easyckpt.storage.base import Storage
 
-Kind = Literal["committed", "stale", "temporary", "trash"]
+Kind = Literal["committed", "stale", "temporary", "trash", "foreign"]
+"""``foreign``: has the name of a checkpoint, no manifest, and may be another program's."""
 
 #: A larger record is not ours; reading it could exhaust the memory.
 MAX_RECORD_BYTES = 256 << 20
@@ -77,7 +78,7 @@ def scan(storage: Storage, naming: NamingScheme) -> Catalog:
     for name in names:
         entry = _classify(name, naming)
         if entry is not None:
-            entry = _examined(storage, entry)
+            entry = _examined(storage, entry, naming)
             if entry.problem is None or storage.exists(name):  # else rotated away since the listing
                 entries.append(entry)
         elif layout.is_temp_file(name) and not layout.is_beside_lease(name):
@@ -90,8 +91,8 @@ def inspect(storage: Storage, name: str, naming: NamingScheme) -> Entry:
     """Look at one directory, whatever its name; one without a name of ours counts as committed under its manifest."""
     entry = _classify(name, naming)
     if entry is not None:
-        return _examined(storage, entry)
-    return _examined(storage, Entry(step=-1, name=name, kind="committed"))
+        return _examined(storage, entry, naming)
+    return _examined(storage, Entry(step=-1, name=name, kind="committed"), naming)
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
@@ -150,15 +151,16 @@ def _classify(name: str, naming: NamingScheme) -> Entry | None:
     return None
 
 
-def _examined(storage: Storage, entry: Entry) -> Entry:
+def _examined(storage: Storage, entry: Entry, naming: NamingScheme) -> Entry:
     if entry.kind == "trash":
         return entry
-    manifest = None
+    manifest, kind = None, entry.kind
     try:
         manifest = read_manifest(storage, entry.name)
         problem = misfit(entry, manifest) or _missing_files(storage, entry.name, manifest)
     except FileNotFoundError:
         problem = f"no {layout.MANIFEST}: never committed"
+        kind = "foreign" if kind == "committed" and naming.shared else kind
     except EasyckptError as error:
         problem = f"{layout.MANIFEST}: {error}"
     except OSError as error:
@@ -166,7 +168,7 @@ def _examined(storage: Storage, entry: Entry) -> Entry:
     return Entry(
         step=manifest.step if manifest is not None and entry.step < 0 else entry.step,
         name=entry.name,
-        kind=entry.kind,
+        kind=kind,
         manifest=manifest,
         problem=problem,
         attempt=entry.attempt,

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import operator
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from typing_extensions import Unpack
 
-from easyckpt import ending, farewell, opening, wiring
+from easyckpt import ending, farewell, wiring
 from easyckpt.config import CheckpointConfig
 from easyckpt.config_sources import resolve
-from easyckpt.distributed.mailbox import Mailbox
-from easyckpt.distributed.ranks import Ranks
+from easyckpt.dialects import native
 from easyckpt.errors import EasyckptError, PartlyApplied, StepError, UsageError
-from easyckpt.events import EventLog, Stats, Warned
 from easyckpt.events import Restored as RestoredEvent
+from easyckpt.events import Stats, Warned
 from easyckpt.format.layout import MAX_STEP
+from easyckpt.ground import Ground
 from easyckpt.loading.loader import Outcome, Restored
 from easyckpt.saving.line import Origin
 from easyckpt.saving.metrics import COMPONENT as METRICS
@@ -73,44 +72,31 @@ class Checkpointer:
         process_group: Any = None,
         **settings: Unpack[Settings],
     ) -> None:
+        self._build_on(
+            Ground(resolve(settings, config), process_group), lambda ground: ground.open(root, native()), state
+        )
+
+    def _build_on(self, ground: Ground, open_root: Callable[[Ground], None], state: Mapping[str, Any]) -> None:
+        """Stand on `ground`, whose root `open_root` opens; where this fails, all that was taken is let go of."""
         self._pid = os.getpid()
-        self._config = resolve(settings, config)
-        audit = self._config.audit
-        place = audit.root if audit is not None and audit.root is not None else root
-        ranks, self._channel, mailbox = wiring.meet(process_group, self._config)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._channel.close)
-            undo.callback(mailbox.close)
-            try:
-                self._build(place, state, ranks, mailbox, undo)
-            except BaseException as error:
-                self._channel.fail(f"{type(error).__name__}: {error}")  # before the rest is undone: others wait
-                raise
-            undo.pop_all()
+        with ground:
+            self._build(ground, open_root, state)
+            ground.keep()
         ending.watch(self)
 
-    def _build(
-        self,
-        root: str | os.PathLike[str],
-        state: Mapping[str, Any],
-        ranks: Ranks,
-        mailbox: Mailbox,
-        undo: contextlib.ExitStack,
-    ) -> None:
+    def _build(self, ground: Ground, open_root: Callable[[Ground], None], state: Mapping[str, Any]) -> None:
         """Join the rooms. A state that cannot be kept is refused before anything on disk is touched.
 
-        What is taken and what is started is entered into `undo`.
+        What is taken and what is started is entered into the ground's `undo`.
         """
-        config = self._config
+        config = self._config = ground.config
+        ranks, self._channel, mailbox, undo = ground.ranks, ground.channel, ground.mailbox, ground.undo
         self._metrics, self._position = Metrics(writes=ranks.rank == 0), DataPosition()
         own = {RNG: RngComponent(), DATA: DataComponent(DATA, self._position), METRICS: self._metrics}
         capture = StateCapture(state, rank=ranks.rank, world_size=ranks.world_size, extra=own)
         first = capture.capture()
-        self._events = EventLog(ranks.rank, None, config.log_file_path)
-        undo.callback(self._events.close)
-        self._opened, self._ranks = opening.open_root(root, config, ranks, self._channel, self._events)
-        undo.callback(self._opened.arena.close, remove=False)
-        undo.callback(farewell.release_lease, self._opened, self._events)
+        open_root(ground)
+        self._opened, self._ranks, self._events = ground.opened, ground.ranks, ground.events
         wiring.reserve(first, capture, self._opened, config)
         self._parts = wiring.join(
             self._opened,
@@ -126,7 +112,7 @@ class Checkpointer:
         )
         self._housekeeper = wiring.keep_house(self._parts, self._opened)
         undo.callback(self._housekeeper.stop, farewell.FAREWELL_SECONDS)
-        self._saver, self._loader = Saver(self._parts), wiring.make_loader(self._parts)
+        self._saver, self._loader = Saver(self._parts), wiring.make_loader(self._parts, self._opened)
         self._auditor = wiring.audit(self._parts, self._position)
         self._inside = self._parts.stager.inside
         self._step = -1
@@ -200,20 +186,44 @@ class Checkpointer:
             self._events.emit(Warned(message=f"nothing to restore in {self._opened.storage.root}: starting at step 0"))
 
     @guarded
+    def begin_at(self, step: int) -> None:
+        """Your objects are at `step` by other means than `load` (0: from nothing): the next save opens a line."""
+        self._check_open()
+        self._saver.go_on_from(Origin(step, None, explicit=True), adopted=None, committed=-1)
+        self._step = step if step else -1
+
+    @guarded
     def save_if_needed(self, step: int) -> None:
         """Snapshot and flush as the intervals say. `step` is the number of finished steps, the same on all ranks.
 
         Returns without waiting for any copy to storage. May skip, which is counted. Raises what a background save
         has failed with, at the same step on all ranks.
         """
+        if not self._inert():
+            self._came_to(step, flush="no")
+
+    @guarded
+    def flush(self, step: int, *, skip: bool = False) -> Future[int]:
+        """As `save_if_needed`, and flush the snapshot whatever the interval says.
+
+        The Future resolves to the step once it is durable on all ranks. Flushes queue up behind one that still runs;
+        training waits where they hold all slots. With `skip` it never waits, and the Future holds SaveFailed then.
+        """
         if self._inert():
-            return
-        begun = time.perf_counter()
-        step = self._check_step(step)
-        due = step % self._config.save_storage_interval == 0
+            raise UsageError("a forked child cannot save: only the process that made the Checkpointer can")
+        future = self._came_to(step, flush="skip" if skip else "wait")
+        assert future is not None
+        return future
+
+    def _came_to(self, given: int, *, flush: Literal["no", "skip", "wait"]) -> Future[int] | None:
+        begun, future = time.perf_counter(), None
+        step = self._check_step(given)
+        due = flush == "skip" or step % self._config.save_storage_interval == 0
         self._saver.came_to(step)
-        if step != self._step and (due or step % self._config.save_mem_interval == 0):
-            self._saver.snapshot(step, due=due)
+        if flush == "wait":
+            future = self._saver.flush(step)
+        elif flush == "skip" or (step != self._step and (due or step % self._config.save_mem_interval == 0)):
+            future = self._saver.snapshot(step, due=due)
         self._step = step
         stager = self._parts.stager
         hook, stager.blocked_in_hook = stager.blocked_in_hook, 0.0
@@ -221,6 +231,7 @@ class Checkpointer:
         if self._auditor is not None and self._auditor.after(step):
             self._saver.save(step).result()
             raise SystemExit(0)  # as if the program had ended here; what is in memory stays for the next one
+        return future
 
     @guarded
     def save(self, step: int, *, wait: bool = False) -> Future[int]:
@@ -300,6 +311,16 @@ class Checkpointer:
         undurable, self._farewell.undurable = self._farewell.undurable, None
         if undurable is not None:
             raise undurable
+
+    @guarded
+    def leave(self) -> None:
+        """End where the newest snapshot is not wanted on storage: flushes that were asked for are waited for."""
+        if not (self._inert() or self._farewell.begun):
+            try:
+                self._saver.wait(self._config.close_timeout)
+            finally:
+                self._farewell.leave()
+                ending.forget(self)
 
     @guarded
     def abandon(self) -> None:

@@ -69,6 +69,15 @@ class Farewell:
         finally:
             self._let_go(remove_arena=False, linger=0.0)
 
+    def leave(self) -> None:
+        """End where nobody wants the newest snapshot on storage: what was to be flushed has been waited for."""
+        try:
+            self.begun = True
+            self._saver.lose_window()
+            self._parts.coordinator.abort(self._parts.config.close_timeout)
+        finally:
+            self._let_go(remove_arena=True, linger=FAREWELL_SECONDS)
+
     def _drain(self) -> None:
         coordinator, events = self._parts.coordinator, self._parts.events
         try:

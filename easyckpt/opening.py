@@ -14,6 +14,7 @@ import torch
 
 from easyckpt import catalog
 from easyckpt.config import CheckpointConfig
+from easyckpt.dialects import Dialect
 from easyckpt.distributed.agree import all_good, done_by_rank_0
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel, settle_locality
@@ -39,6 +40,7 @@ class OpenedRoot:
     """A root that this job owns, as one rank sees it."""
 
     storage: LocalStorage
+    dialect: Dialect
     run: str
     arena_id: str
     incarnation: str
@@ -53,11 +55,20 @@ def uses_cuda() -> bool:
 
 
 def open_root(
-    root: str | os.PathLike[str], config: CheckpointConfig, ranks: Ranks, channel: Channel, events: EventLog
+    root: str | os.PathLike[str],
+    config: CheckpointConfig,
+    ranks: Ranks,
+    channel: Channel,
+    *,
+    events: EventLog,
+    dialect: Dialect,
 ) -> tuple[OpenedRoot, Ranks]:
     """Own `root` and this rank's arena. All ranks call it; an error of one is raised on all."""
-    storage = LocalStorage(root, direct_io=config.direct_io)
-    identity = done_by_rank_0(channel, ranks, "opening the root", lambda: _identify(storage), config.peer_timeout)
+    storage = dialect.place(root, config.direct_io)
+    naming = dialect.naming
+    identity = done_by_rank_0(
+        channel, ranks, "opening the root", lambda: _identify(storage, naming), config.peer_timeout
+    )
     directory, in_memory = memory_directory(config.memory_dir)
     if not in_memory:
         wanted = config.memory_dir or DEFAULT_DIRECTORY
@@ -81,7 +92,7 @@ def open_root(
         if arena is not None:
             arena.close(remove=False)
         raise
-    return OpenedRoot(storage=storage, lease=lease, arena=arena, **identity), ranks
+    return OpenedRoot(storage=storage, dialect=dialect, lease=lease, arena=arena, **identity), ranks
 
 
 def _node(directory: str) -> str:
@@ -90,7 +101,7 @@ def _node(directory: str) -> str:
     return f"{socket.gethostname()}/{place_of(os.path.realpath(directory)) or f'{found.st_dev:x}/{found.st_ino:x}'}"
 
 
-def _identify(storage: LocalStorage) -> dict[str, str]:
+def _identify(storage: LocalStorage, naming: layout.NamingScheme) -> dict[str, str]:
     """Rank 0: the run's identity, written into a new root."""
     if os.path.exists(storage.root) and not os.path.isdir(storage.root):
         raise ForeignFormat(f"{storage.root} is a file, not a directory for checkpoints")
@@ -105,7 +116,7 @@ def _identify(storage: LocalStorage) -> dict[str, str]:
     storage.makedirs(layout.EVENTS)
     record = catalog.read_root(storage)
     if record is None:
-        storage.link_exclusive(layout.ROOT_FILE, new_root(storage, layout.NativeNaming()).to_bytes())
+        storage.link_exclusive(layout.ROOT_FILE, new_root(storage, naming).to_bytes())
         record = catalog.read_root(storage)
         assert record is not None
     return {

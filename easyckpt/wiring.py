@@ -91,8 +91,8 @@ def join(
     undo: contextlib.ExitStack,
 ) -> SaverParts:
     """Build the saving half around an opened root. How to end what runs then is entered into `undo`."""
-    naming = layout.NativeNaming()
-    flusher = _make_flusher(opened, naming, config, ranks, events)
+    naming = opened.dialect.naming
+    flusher = _make_flusher(opened, config, ranks, events)
     undo.callback(flusher.stop, config.exception_drain_timeout)
     coordinator = _make_coordinator(opened, naming, config, ranks, mailbox=mailbox, flusher=flusher, events=events)
     undo.callback(coordinator.abort, config.exception_drain_timeout)
@@ -121,16 +121,20 @@ def join(
     )
 
 
-def _make_flusher(
-    opened: OpenedRoot, naming: layout.NamingScheme, config: CheckpointConfig, ranks: Ranks, events: EventLog
-) -> Flusher:
-    check = opened.lease.check if opened.lease is not None else lambda: None
+def _make_flusher(opened: OpenedRoot, config: CheckpointConfig, ranks: Ranks, events: EventLog) -> Flusher:
+    dialect = opened.dialect
+    context = CommitContext(
+        storage=opened.storage,
+        naming=dialect.naming,
+        check_lease=opened.lease.check if opened.lease is not None else lambda: None,
+        keeps_other_lines=dialect.keeps_other_lines,
+    )
     return Flusher(
-        CommitContext(storage=opened.storage, naming=naming, check_lease=check),
+        context,
         ranks,
         opened.run,
         policy=Policy.of(config),
-        min_free_bytes=config.min_free_bytes,
+        writer=dialect.writer(opened.storage, config),
         emit=events.emit,
     )
 
@@ -236,11 +240,12 @@ def _looking_after(arena: Arena, events: EventLog) -> Callable[[], None]:
     return look_after
 
 
-def make_loader(parts: SaverParts) -> Loader:
+def make_loader(parts: SaverParts, opened: OpenedRoot) -> Loader:
     """The loading half, which borrows what the saving half owns."""
     return Loader(
         storage=parts.storage,
         naming=parts.naming,
+        open_checkpoint=opened.dialect.open,
         arena=parts.arena,
         channel=parts.channel,
         ranks=parts.ranks,

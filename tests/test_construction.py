@@ -68,7 +68,7 @@ def test_a_constructor_that_is_interrupted_at_its_very_end_lets_go_of_the_signal
 
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     with monkeypatch.context() as patch:
-        patch.setattr("easyckpt.engine.contextlib", types.SimpleNamespace(ExitStack=Interrupted))
+        patch.setattr("easyckpt.ground.contextlib", types.SimpleNamespace(ExitStack=Interrupted))
         with pytest.raises(KeyboardInterrupt):
             Training(root, signals=("SIGTERM", "SIGUSR1"))
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == handlers

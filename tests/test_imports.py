@@ -26,6 +26,9 @@ ENGINE = {
     "farewell",
     "opening",
     "wiring",
+    "dialects",
+    "ground",
+    "prospect",
 }  # the Checkpointer, how it ends, how it puts the rooms together
 LOOKING = {
     "contents",
@@ -68,13 +71,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         part: ROOMS_BELOW_SAVING | {"saving", "loading", "settings", "config_sources", "auditing"} | ENGINE
         for part in ENGINE
     },
-    "integrations": ENGINE_AND_BELOW | {TOP},
+    "integrations": ENGINE_AND_BELOW | {TOP, "exporting_torch"},
     "cli": ENGINE_AND_BELOW | LOOKING | {"auditing"},  # whose notes it reads
     TOP: ENGINE_AND_BELOW | {"cli"},
 }
 
 #: Names of files of a root, and of files in shared memory.
-KNOW_NAMES = ("format/layout.py", "format/memory_names.py")
+KNOW_NAMES = ("format/layout.py", "format/memory_names.py", "format/trainer_names.py")
 FILE_NAME = re.compile(
     r"\.safetensors\b|\b(manifest|easyckpt|lease)\.json\b|\b(events|metrics)\.jsonl\b|\brank-|\.tmp\b|\.trash\b|\.stale\b"
     r"|^\.?step-|/step-|^easyckpt-$|^(latest|pins)$|\.owner$"
@@ -120,6 +123,11 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cli/audit/runs.py", "threads"): "runs the user's command",
     ("cli/audit/runs.py", "files"): "makes and removes the roots of its own runs as a whole, and keeps what they print",
     ("failpoints.py", "files"): "tests' hold files",
+    ("integrations/transformers/scratch.py", "files"): "directories of the process's own, none of it is in the root",
+    (
+        "integrations/transformers/plan.py",
+        "no_pickle",
+    ): "files of the framework are torch.save's; written, never read",
 }
 
 

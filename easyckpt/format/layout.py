@@ -21,6 +21,8 @@ PINS = "pins"
 EVENTS = "events"
 METRICS = "metrics.jsonl"
 AUDIT = "audit"
+#: The files and directories in a root that are no checkpoints.
+RECORDS = frozenset({ROOT_FILE, LATEST, LEASE, PINS, EVENTS, METRICS, AUDIT})
 _PROBE = ".easyckpt-doctor-"
 
 #: Steps have up to 18 digits, so that every one fits in 63 bits.
@@ -74,6 +76,11 @@ def safe_name(name: object) -> bool:
         return len(name.encode("utf-8")) <= 255
     except UnicodeEncodeError:
         return False
+
+
+def safe_path(path: object) -> bool:
+    """Is `path`, which came out of a file, made of safe names joined by ``/``?"""
+    return isinstance(path, str) and all(map(safe_name, path.split("/")))
 
 
 # Directories of steps.
@@ -218,6 +225,9 @@ class NamingScheme(Protocol):
     A parser answers None to everything but what its method returns, and no name has two meanings.
     """
 
+    shared: bool
+    """Another program gives its directories the names of committed checkpoints too."""
+
     def committed(self, step: int) -> str:
         """Name of a committed checkpoint."""
         ...
@@ -253,6 +263,8 @@ class NamingScheme(Protocol):
 
 class NativeNaming:
     """The names of this module."""
+
+    shared = False
 
     def committed(self, step: int) -> str:
         """As :func:`step_dir`."""

@@ -6,6 +6,7 @@ The records beside them are in `rootrecord` and can be imported from here too.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from easyckpt.format.checksum import chunk_count
 from easyckpt.format.codec import decode, encode_plain
 from easyckpt.format.fields import HEX_32, TOKEN, Fields
 from easyckpt.format.image import ALIGNMENT, Layout, written_bytes
-from easyckpt.format.layout import MAX_RANK, MAX_STEP, safe_name
+from easyckpt.format.layout import MAX_RANK, MAX_STEP, safe_name, safe_path
 from easyckpt.format.rootrecord import LeaseRecord, RootRecord, Timeline
 
 __all__ = ["FORMAT", "FileRecord", "Index", "LeaseRecord", "Manifest", "RootRecord", "ShardRecord", "Timeline"]
@@ -63,17 +64,21 @@ class Manifest:
     parent: str | None = None
     """``run/timeline/step`` of the checkpoint that its run began from: one copied from another run's root."""
     files: dict[str, FileRecord]
-    """Every other file of the directory, by name."""
+    """Every other file of the directory, by its path in it."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """What the user logged for this step; values that the codec keeps, no tensors."""
+    parts: tuple[Json, ...] = ()
+    """Where the files are another framework's: what each rank holds, as `easyckpt.format.parts` reads it."""
 
-    def to_bytes(self) -> bytes:
-        """Return the text of the file."""
-        return records.write(
-            _MANIFEST,
+    def to_bytes(self, parts: Sequence[bytes] = ()) -> bytes:
+        """Return the text of the file. `parts` are the texts that stand for :attr:`parts`, so that none is parsed."""
+        texts = parts or [dumps(part) for part in self.parts]
+        features = sorted({*self.features, records.PARTS}) if texts else self.features
+        head = dumps(
             {
+                "kind": _MANIFEST,
                 "format": self.format,
-                "features": list(self.features),
+                "features": list(features),
                 "run": self.run,
                 "timeline": self.timeline,
                 "step": self.step,
@@ -83,8 +88,9 @@ class Manifest:
                 "parent": self.parent,
                 "files": {name: {"size": file.size, "digest": file.digest} for name, file in self.files.items()},
                 "metrics": encode_plain(self.metrics, ("metrics",)),
-            },
+            }
         )
+        return records.seal(b'%b,"parts":[%b]}' % (head[:-1], b",".join(texts)) if texts else head)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
@@ -93,9 +99,10 @@ class Manifest:
         metrics = decode(fields.raw("metrics"), _no_leaf)
         if type(metrics) is not dict:
             fields.damaged("metrics", "a dict")
+        features = fields.texts("features")
         return cls(
             format=fields.number("format"),
-            features=fields.texts("features"),
+            features=features,
             run=fields.text("run", HEX_32),
             timeline=fields.text("timeline", TOKEN),
             step=fields.number("step", high=MAX_STEP),
@@ -105,13 +112,14 @@ class Manifest:
             parent=fields.optional_text("parent"),
             files=_files(fields),
             metrics=metrics,
+            parts=tuple(fields.items("parts")) if records.PARTS in features else (),
         )
 
 
 def _files(fields: Fields) -> dict[str, FileRecord]:
     files = {}
     for name, value in fields.table("files").items():
-        if not safe_name(name):
+        if not safe_path(name):
             fields.damaged("files", "a table of plain file names")
         record = Fields(value, f"{_MANIFEST}: file {name!r}")
         files[name] = FileRecord(record.number("size"), record.text("digest", records.DIGEST))

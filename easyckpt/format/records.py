@@ -12,8 +12,10 @@ from easyckpt.format.fields import Fields
 #: The version of the files on disk that this program writes, and the newest that it reads.
 FORMAT = 1
 
+#: The manifest says itself what each rank holds, since the files are another framework's.
+PARTS = "parts"
 #: Required features that this program knows. A record that names another one is refused.
-FEATURES: frozenset[str] = frozenset()
+FEATURES: frozenset[str] = frozenset({PARTS})
 
 DIGEST = re.compile(r"xxh3:[0-9a-f]{16}")
 

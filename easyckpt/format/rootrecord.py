@@ -23,7 +23,8 @@ class Timeline:
     parent: str | None
     """The timeline that it goes on from; None for one that began from nothing."""
     fork_step: int
-    """The step of the parent that it goes on from; 0 without a parent."""
+    """The step of the parent that it goes on from. Without a parent: of what training has gone on from that is not in a
+    checkpoint of ours; 0 for nothing."""
     explicit: bool
     """The user named the step: what was set aside stays until it is pruned by hand."""
     opened: float

@@ -20,7 +20,7 @@ from easyckpt.events import Event, Warned
 from easyckpt.format.layout import NamingScheme
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.progress import newest_step_logged, steps_lost
-from easyckpt.loading.reader import Submit, open_storage
+from easyckpt.loading.reader import OpenCheckpoint, Submit
 from easyckpt.loading.resolve import Candidate, candidates, no_such_step
 from easyckpt.loading.snapshot import Snapshot, open_memory
 from easyckpt.memory.arena import Arena
@@ -88,6 +88,7 @@ class Loader:
         *,
         storage: Storage,
         naming: NamingScheme,
+        open_checkpoint: OpenCheckpoint,
         arena: Arena,
         channel: Channel,
         ranks: Ranks,
@@ -98,7 +99,7 @@ class Loader:
         submit: Submit,
         emit: Callable[[Event], None],
     ) -> None:
-        self._storage, self._naming = storage, naming
+        self._storage, self._naming, self._open_checkpoint = storage, naming, open_checkpoint
         self._arena, self._channel, self._ranks = arena, channel, ranks
         self._run, self._arena_id = run, arena_id
         self._capture, self._timeout, self._submit, self._emit = capture, timeout, submit, emit
@@ -177,7 +178,7 @@ class Loader:
         slot = self._borrowed_slot(candidate)
         snapshot = None
         try:
-            snapshot = open_storage(
+            snapshot = self._open_checkpoint(
                 self._storage,
                 candidate.source,
                 rank=rank,

@@ -43,6 +43,24 @@ class Submit(Protocol):
         ...
 
 
+class OpenCheckpoint(Protocol):
+    """Reads and verifies one rank's part of a checkpoint: `open_storage`, or what another dialect has in its place."""
+
+    def __call__(
+        self,
+        storage: Storage,
+        directory: str,
+        /,
+        *,
+        rank: int,
+        world_size: int,
+        attempt: str | None,
+        image: memoryview | None,
+        submit: Submit,
+    ) -> Snapshot:
+        """The part of `rank`, every byte of it verified."""
+
+
 def run_now(job: Callable[[], Result], /) -> Future[Result]:
     """The Submit for whoever has no thread to spare."""
     future: Future[Result] = Future()
@@ -90,7 +108,7 @@ def open_storage(
         path = f"{directory}/{part.shard.name}"
         _check_size(storage.root, path, _size_of(storage, path), part.shard.size)
     if image is None or image.nbytes < plan.nbytes:
-        image = _fresh_memory(plan.nbytes, present=wanted is everything)
+        image = fresh_memory(plan.nbytes, present=wanted is everything)
     for part in plan.parts:
         _read_shard(storage, directory, part, image, submit)
     return Snapshot(
@@ -103,7 +121,8 @@ def open_storage(
     )
 
 
-def _fresh_memory(nbytes: int, *, present: bool) -> memoryview:
+def fresh_memory(nbytes: int, *, present: bool) -> memoryview:
+    """Memory of this process alone; `present`: all of it will be written."""
     memory = Mapping(None, 0, max(nbytes, mmap.PAGESIZE))
     if present:
         memory.populate(threads=min(4, os.cpu_count() or 1))  # faults of single pages would slow the reads

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from easyckpt import catalog, failpoints
@@ -34,10 +34,18 @@ class CommitContext:
     naming: layout.NamingScheme
     check_lease: Callable[[], None]
     """Raises LeaseLost when this job does not own the root any more."""
+    keeps_other_lines: bool = False
+    """A new line that begins from nothing leaves older ones where they are, until it needs a number itself."""
 
 
-def commit(context: CommitContext, flush: Flush, files: Mapping[str, tuple[int, str]], manifest: Manifest) -> int:
-    """Make `flush` real. Returns the bytes of all ranks' files: the size of the checkpoint, wherever it is told.
+def commit(
+    context: CommitContext,
+    flush: Flush,
+    files: Mapping[str, tuple[int, str]],
+    manifest: Manifest,
+    parts: Sequence[bytes] = (),
+) -> int:
+    """Make `flush` real; `parts` go into the manifest. Returns the bytes of all ranks' files: the checkpoint's size.
 
     Raises SaveFailed, NotShared, LeaseLost or OSError when it certainly is not, OutcomeUnknown when it may be.
     """
@@ -45,15 +53,15 @@ def commit(context: CommitContext, flush: Flush, files: Mapping[str, tuple[int, 
     temporary, final = naming.temporary(flush.step, flush.attempt), naming.committed(flush.step)
     size = sum(size for size, _ in files.values())
     failpoints.hit(REPORTED)
-    _check_files(storage, temporary, files)
+    check_files(storage, temporary, files)
     context.check_lease()
     if _is_committed(context, final, manifest):
         storage.sync_dir("")  # an earlier attempt was renamed, and may not have come to this
         storage.remove_tree(temporary)
         return size
-    _make_way(context, final)
+    _make_way(context, final, manifest)
     with storage.create(f"{temporary}/{layout.MANIFEST}") as file:
-        file.write_at(memoryview(manifest.to_bytes()), 0)
+        file.write_at(memoryview(manifest.to_bytes(parts)), 0)
         file.sync()
     failpoints.hit(MANIFEST_WRITTEN)
     storage.sync_dir(temporary)
@@ -88,7 +96,8 @@ def build_manifest(
     )
 
 
-def _check_files(storage: Storage, temporary: str, files: Mapping[str, tuple[int, str]]) -> None:
+def check_files(storage: Storage, temporary: str, files: Mapping[str, tuple[int, str]]) -> None:
+    """Rank 0 sees what all ranks have written. Raises NotShared or SaveFailed."""
     for name, (size, _) in files.items():
         try:
             found = storage.stat_size(f"{temporary}/{name}")
@@ -112,17 +121,31 @@ def _is_committed(context: CommitContext, final: str, manifest: Manifest) -> boo
     )
 
 
-def _make_way(context: CommitContext, final: str) -> None:
+def _make_way(context: CommitContext, final: str, manifest: Manifest) -> None:
     """Move a damaged directory of the same name aside; a valid one of another line is never touched."""
     storage = context.storage
     if not storage.exists(final):
         return
     entry = catalog.inspect(storage, final, context.naming)
+    if context.keeps_other_lines:
+        _set_aside(context, entry, manifest)
+        return
     if entry.problem is None:
         raise SaveFailed(f"{final} is a checkpoint of another line of training; it is not overwritten")
     context.check_lease()
     logger.warning("%s is damaged (%s) and is moved to trash", final, entry.problem)
     storage.rename(final, context.naming.trash(final, secrets.token_hex(4)))
+    storage.sync_dir("")
+
+
+def _set_aside(context: CommitContext, entry: catalog.Entry, manifest: Manifest) -> None:
+    """What another line, or the framework itself, has under this number stays, under another name."""
+    storage, stale = context.storage, context.naming.stale(entry.step, manifest.timeline)
+    context.check_lease()
+    if storage.exists(stale):
+        stale = context.naming.trash(entry.name, secrets.token_hex(4))
+    logger.warning("%s is not of this line of training, which needs its number: set aside as %s", entry.name, stale)
+    storage.rename(entry.name, stale)
     storage.sync_dir("")
 
 

@@ -16,7 +16,7 @@ from easyckpt.errors import EasyckptError, LeaseLost, OutcomeUnknown, SaveFailed
 from easyckpt.events import Event, Retained
 from easyckpt.format.image import Layout
 from easyckpt.format.manifest import RootRecord
-from easyckpt.saving.commit import CommitContext, build_manifest, commit
+from easyckpt.saving.commit import CommitContext, build_manifest, check_files, commit
 from easyckpt.saving.leader import Work
 from easyckpt.saving.line import Origin, open_line
 from easyckpt.saving.messages import Flush
@@ -49,16 +49,17 @@ class Flusher:
         run: str,
         *,
         policy: Policy,
-        min_free_bytes: int = 0,
+        writer: ShardWriter,
         emit: Callable[[Event], None],
     ) -> None:
         self._context = context
         self._ranks = ranks
         self._run = run
-        self._policy = policy
+        self.policy = policy
+        """Which checkpoints stay. May be replaced between two commits, from any thread."""
         self._warned = False
         self._emit = emit
-        self._writer = ShardWriter(context.storage, min_free_bytes=min_free_bytes)
+        self._writer = writer
         self._worker = Worker("easyckpt-flush")
         self._begun = 0.0
         """When the newest write was asked for: of the attempt that is committed next, since there is one at a time."""
@@ -107,16 +108,19 @@ class Flusher:
             try:
                 record = catalog.read_root(self._context.storage)
                 self._check_line(record, view.meta.timeline, work.flush.step)
+                directory = self._context.naming.temporary(work.flush.step, work.flush.attempt)
+                check_files(self._context.storage, directory, work.files)
+                files, parts = self._writer.gather(directory, work.files, self._ranks.world_size)
                 manifest = build_manifest(
                     work.flush,
-                    work.files,
+                    files,
                     run=self._run,
                     timeline=view.meta.timeline,
                     world_size=self._ranks.world_size,
                     parent=record.parent if record is not None else None,
                     metrics=metrics_in(self._writer.layout_of(view), view.objects),
                 )
-                nbytes = commit(self._context, work.flush, work.files, manifest)
+                nbytes = commit(self._context, work.flush, files, manifest, parts)
             except OutcomeUnknown as error:
                 return CommitResult(str(error), True, 0, time.perf_counter() - begun)
             except (EasyckptError, OSError) as error:
@@ -147,7 +151,7 @@ class Flusher:
                     storage,
                     naming,
                     found,
-                    policy=self._policy,
+                    policy=self.policy,
                     held=held,
                     check_lease=self._context.check_lease,
                 )
@@ -189,7 +193,7 @@ class Flusher:
 
     def _warn_without_metric(self, found: Catalog) -> None:
         """Once: nothing that is kept for its metric is mostly a name that was spelled in two ways."""
-        metric = self._policy.metric
+        metric = self.policy.metric
         if metric is None or self._warned or any(measure(entry, metric) is not None for entry in found.committed()):
             return
         self._warned = True

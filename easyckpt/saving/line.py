@@ -112,7 +112,7 @@ def _open_line(
     line = Timeline(
         id=secrets.token_hex(4),
         parent=parent,
-        fork_step=origin.step if parent is not None else 0,
+        fork_step=origin.step,
         explicit=origin.explicit,
         opened=time.time(),
     )
@@ -120,7 +120,8 @@ def _open_line(
     context.check_lease()
     catalog.write_root(storage, record)
     failpoints.hit(OPENED)
-    committed = _set_aside(context, record, origin.step)
+    beside = context.keeps_other_lines and origin == Origin(0, None, origin.explicit)
+    committed = -1 if beside else _set_aside(context, record, origin.step)
     context.check_lease()
     metrics.cut(storage, origin.step)
     return record, committed
@@ -131,7 +132,7 @@ def _set_aside(context: CommitContext, record: RootRecord, fork: int) -> int:
     storage, naming = context.storage, context.naming
     kept = [-1]
     for entry in catalog.scan(storage, naming).entries:
-        if entry.kind != "committed":
+        if entry.kind not in ("committed", "foreign"):
             continue
         timeline = entry.manifest.timeline if entry.manifest is not None else None
         if entry.step <= fork and (timeline is None or record.on_ancestry(timeline, entry.step)):

@@ -32,6 +32,8 @@ class Policy:
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
     """Which value of `metric` is best."""
+    kept: frozenset[int] = frozenset()
+    """Steps that stay whatever their age, and count as if they were the newest: best ones that somebody else chose."""
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> Policy:
@@ -89,11 +91,12 @@ def judge(
     """
     valid = sorted((entry for entry in entries if entry.kind == "committed" and entry.valid), key=_step)
     countable = [entry for entry in valid if entry.step not in pinned]
-    newest = countable if policy.newest is None else countable[max(0, len(countable) - policy.newest) :]
+    ordered = sorted(countable, key=lambda entry: entry.step in policy.kept)  # stable: by step, those that stay last
+    newest = ordered if policy.newest is None else ordered[max(0, len(ordered) - policy.newest) :]
     kept: dict[Reason, Collection[int]] = {
         "newest": {entry.step for entry in [*newest, *valid[-1:]]},
         "every": {entry.step for entry in valid if policy.every is not None and entry.step % policy.every == 0},
-        "best": {entry.step for entry in best_of(countable, policy)},
+        "best": {entry.step for entry in best_of(countable, policy)} | policy.kept,
         "pinned": pinned,
         "held": held,
     }

@@ -54,8 +54,11 @@ class Saver:
         self._catch_up.came_to(step)
         self._parts.coordinator.came_to(step)
 
-    def snapshot(self, step: int, *, due: bool) -> None:
-        """Take the snapshot of `step` if a slot is free, and have it flushed if `due`. Raises background failures."""
+    def snapshot(self, step: int, *, due: bool) -> Future[int] | None:
+        """Take the snapshot of `step` if a slot is free, and have it flushed if `due`: then with what comes of that.
+
+        Raises background failures.
+        """
         self._ready_line()
         self._parts.stager.end_window("save")
         self._want(step)
@@ -63,15 +66,29 @@ class Saver:
             self._wait_for_flushes()
         if self._parts.arena.count == 0:
             if due:
-                self._save_live(step, forced=False)
-            else:
-                begun = time.perf_counter()
-                self._skip(step, self._parts.capture.capture(), NO_MEMORY, begun)
-            return
+                return self._save_live(step, forced=False)
+            begun = time.perf_counter()
+            self._skip(step, self._parts.capture.capture(), NO_MEMORY, begun)
+            return None
         overlap = not (due and self._parts.coordinator.ledger.blocking)
         self._stage(step, wait=due and self._config.back_pressure == "wait", overlap=overlap)
-        if due:
-            self._parts.coordinator.due(step, forced=False)
+        return self._parts.coordinator.due(step, forced=False) if due else None
+
+    def flush(self, step: int) -> Future[int]:
+        """Take the snapshot of `step` while training goes on, and have it flushed for certain.
+
+        Training waits only where no slot is free: they are held by flushes that were asked for before.
+        """
+        self._ready_line()
+        self._parts.stager.end_window("save")
+        self._want(step)
+        coordinator = self._parts.coordinator
+        if step <= coordinator.committed or self._holds(step):
+            return coordinator.due(step, forced=True)
+        if self._parts.arena.count == 0:
+            return self._save_live(step, forced=True)
+        self._stage(step, wait=True, overlap=not coordinator.ledger.blocking)
+        return coordinator.due(step, forced=True)
 
     def save(self, step: int) -> Future[int]:
         """Take the snapshot of `step` for certain and have it flushed; resolves when durable on all ranks."""

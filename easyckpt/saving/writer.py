@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -96,7 +96,7 @@ def never() -> bool:
 
 
 class ShardWriter:
-    """Writes this rank's files of a flush. Used by one thread at a time.
+    """Writes this rank's files of a flush. Used by one thread at a time. Subclasses write files of other layouts.
 
     `hash_threads` 1 computes checksums beside the writes, 0 between them.
     """
@@ -159,6 +159,12 @@ class ShardWriter:
             return WrittenFile(size, tuple(hashing.finish()))
         finally:
             hashing.stop()
+
+    def gather(
+        self, directory: str, files: Mapping[str, tuple[int, str]], world_size: int
+    ) -> tuple[dict[str, tuple[int, str]], list[bytes]]:
+        """Rank 0, before the commit: the files of all ranks, and what of them belongs into the manifest."""
+        return dict(files), []
 
     def layout_of(self, view: SnapshotBytes) -> Layout:
         """The layout of `view`, parsed only where it was neither handed over nor asked for just before."""

@@ -44,7 +44,8 @@ class _Stored:
     group_values: list[Json]
 
 
-def _read(saved: Saved) -> _Stored:
+def read_optimizer(saved: Saved) -> _Stored:
+    """What `OptimizerComponent` has written, checked. Raises DamagedCheckpoint."""
     static, dynamic = saved.fields(saved.static), saved.fields(saved.dynamic)
     groups = static.numbers("groups")
     parameters = [_parameter(saved, item) for item in static.items("parameters")]
@@ -83,7 +84,7 @@ def _entry(saved: Saved, item: Json, parameters: int) -> _Entry:
 
 def check_optimizer(optimizer: Optimizer, saved: Saved) -> list[str]:
     """What keeps `saved` from fitting `optimizer`: number and sizes of groups, shapes of parameters."""
-    stored = _read(saved)
+    stored = read_optimizer(saved)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != list(stored.groups):
         return [f"{saved.name}: param groups of {list(stored.groups)} parameters in the checkpoint, {sizes} here"]
@@ -121,7 +122,7 @@ def _live_values(optimizer: Optimizer, stored: _Stored) -> list[Any]:
 
 def apply_optimizer(optimizer: Optimizer, saved: Saved, fetch: Fetch) -> None:
     """Rebuild the state and the values of the groups. Tensors that fit are filled in place, containers stay."""
-    stored = _read(saved)
+    stored = read_optimizer(saved)
     parameters = list(_parameters(optimizer))
     filler = Filler(saved, fetch)
     values = iter(filler.decode_and_fill(stored.values, _live_values(optimizer, stored)))

@@ -8,6 +8,8 @@ import re
 class CheckpointNaming:
     """``checkpoint-30``, and what becomes of it. See `easyckpt.format.layout.NamingScheme`."""
 
+    shared = False
+
     def committed(self, step: int) -> str:
         return f"checkpoint-{step}"
 

@@ -1,0 +1,138 @@
+"""Reading one rank's part of a checkpoint whose files have another framework's layout: see `easyckpt.format.parts`.
+
+No file is interpreted: the part says which bytes of it are which tensor. Every file that holds some is read once, as a
+whole, and compared with the checksum in the manifest before anything out of it is given away. Rank 0 reads all files.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from easyckpt import catalog
+from easyckpt.errors import DamagedCheckpoint
+from easyckpt.format.checksum import CHUNK_BYTES, chunk_digests, file_digest
+from easyckpt.format.codec import path_text
+from easyckpt.format.image import Leaf, align
+from easyckpt.format.manifest import FileRecord
+from easyckpt.format.parts import CARRIED, Part, Place, read_part
+from easyckpt.loading.reader import Submit, fresh_memory, run_now
+from easyckpt.loading.snapshot import Snapshot, check_world_size
+from easyckpt.storage.base import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Bytes of a file, and their place in the image."""
+
+    begin: int
+    nbytes: int
+    place: int
+
+
+def open_parts(
+    storage: Storage,
+    directory: str,
+    *,
+    rank: int,
+    world_size: int,
+    attempt: str | None = None,
+    image: memoryview | None = None,
+    submit: Submit = run_now,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Snapshot:
+    """As `reader.open_storage`, which see. Raises DamagedCheckpoint naming the file."""
+    manifest = catalog.read_manifest(storage, directory)
+    where = os.path.join(storage.root, directory)
+    if attempt and manifest.attempt != attempt:
+        raise DamagedCheckpoint(f"{where} was replaced while it was being restored: try again")
+    check_world_size(where, manifest.world_size, world_size)
+    if not manifest.parts:
+        raise DamagedCheckpoint(f"{where} holds a model only (save_only_model): training cannot go on from it")
+    if len(manifest.parts) != manifest.world_size:
+        raise DamagedCheckpoint(f"{where}: its manifest does not hold a part for each of {manifest.world_size} ranks")
+    part = read_part(manifest.parts, rank, manifest.files)
+    first = part if rank == 0 else read_part(manifest.parts, 0, manifest.files)
+    if image is None or image.nbytes < part.layout.image_bytes:
+        image = fresh_memory(align(part.layout.image_bytes), present=True)
+    copies = _copies(part, first, where, image)
+    for name in sorted(manifest.files if rank == 0 else copies):
+        _read_file(storage, f"{directory}/{name}", manifest.files[name], copies.get(name, ()), image)
+        on_bytes(manifest.files[name].size)
+    return Snapshot(
+        step=manifest.step,
+        timeline=manifest.timeline,
+        layout=part.layout,
+        objects=part.objects,
+        image=image,
+        places=[leaf.offset for leaf in part.layout.leaves],
+    )
+
+
+def _copies(part: Part, first: Part, where: str, image: memoryview) -> dict[str, list[_Copy]]:
+    """What is to be read of each file; carried bytes are put in their places at once."""
+    twins = {leaf.path: number for number, leaf in enumerate(first.layout.leaves) if leaf.replicated}
+    copies: dict[str, list[_Copy]] = {}
+    for number, leaf in enumerate(part.layout.leaves):
+        if not leaf.nbytes:
+            continue
+        place, source = part.places[number], part
+        if place is None:
+            place, source = _place_in(first, twins, leaf, where), first
+        name, offset = place
+        if name == CARRIED:
+            image[leaf.offset : leaf.offset + leaf.nbytes] = source.carried[offset : offset + leaf.nbytes]
+        else:
+            copies.setdefault(name, []).append(_Copy(offset, leaf.nbytes, leaf.offset))
+    for found in copies.values():
+        found.sort(key=lambda copy: copy.begin)
+    return copies
+
+
+def _place_in(first: Part, twins: dict[Any, int], leaf: Leaf, where: str) -> Place:
+    number = twins.get(leaf.path)
+    twin = first.layout.leaves[number] if number is not None else None
+    place = first.places[number] if number is not None else None
+    if twin is None or place is None or (twin.dtype, twin.shape, twin.order) != (leaf.dtype, leaf.shape, leaf.order):
+        raise DamagedCheckpoint(f"{where}: {path_text(leaf.path)[:200]} is replicated, and rank 0 does not hold it")
+    return place
+
+
+def _read_file(storage: Storage, path: str, record: FileRecord, copies: Sequence[_Copy], image: memoryview) -> None:
+    try:
+        storage.drop_cache(path)
+        with storage.reader(path) as reader:
+            if reader.size != record.size:
+                raise DamagedCheckpoint(
+                    f"{storage.root}/{path} has {reader.size} bytes, the manifest says {record.size}"
+                )
+            digests = _digests(reader.read_into, record, copies, image)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{storage.root}/{path} is missing") from None
+    if file_digest(record.size, digests) != record.digest:
+        raise DamagedCheckpoint(f"{storage.root}/{path}: its bytes are not those that were committed")
+
+
+def _digests(
+    read_into: Callable[[memoryview, int], int], record: FileRecord, copies: Sequence[_Copy], image: memoryview
+) -> list[str]:
+    digests: list[str] = []
+    memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
+    first = 0
+    for begin in range(0, record.size, CHUNK_BYTES):
+        end = min(begin + CHUNK_BYTES, record.size)
+        piece = memory[: min(read_into(memory, begin), end - begin)]
+        digests += chunk_digests([piece])
+        while first < len(copies) and copies[first].begin + copies[first].nbytes <= begin:
+            first += 1
+        for copy in copies[first:]:
+            if copy.begin >= end:
+                break
+            low, high = max(copy.begin, begin), min(copy.begin + copy.nbytes, begin + piece.nbytes)
+            if low < high:
+                place = copy.place + low - copy.begin
+                image[place : place + high - low] = piece[low - begin : high - begin]
+    return digests

@@ -1,0 +1,102 @@
+"""A root that is opened, and looked into, before the objects of the job exist.
+
+A framework that makes its optimizer late wants to know early where training will go on. So all ranks open the root,
+restore the little that says so, and hand the opened root over to a Checkpointer once the objects are there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import Self, Unpack
+
+from easyckpt.config_sources import resolve
+from easyckpt.dialects import Dialect
+from easyckpt.engine import Checkpointer
+from easyckpt.ground import Ground
+from easyckpt.loading.loader import Loader, Restored
+from easyckpt.loading.reader import run_now
+from easyckpt.settings import Settings
+from easyckpt.state.capture import StateCapture
+
+
+class Prospect:
+    """Of one job. All ranks make it, and call its methods in the same order."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        dialect: Dialect,
+        *,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        process_group: Any = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        """As a Checkpointer, with checkpoints of `dialect`."""
+        self._ground = Ground(resolve(settings, config), process_group)
+        try:
+            self._ground.open(root, dialect)
+        except BaseException as error:
+            self._ground.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    @property
+    def root(self) -> str:
+        """The root's absolute path."""
+        return self._ground.opened.storage.root
+
+    @property
+    def storage(self) -> Any:
+        """The root's storage."""
+        return self._ground.opened.storage
+
+    @property
+    def ranks(self) -> Any:
+        """Which rank this is, of how many."""
+        return self._ground.ranks
+
+    @property
+    def channel(self) -> Any:
+        """By which all ranks agree."""
+        return self._ground.channel
+
+    def look(self, state: Mapping[str, Any], *, step: int | None = None) -> Restored:
+        """Restore the components in `state`, and nothing else, from the newest whole candidate, or from `step`.
+
+        Raises as Checkpointer.load does. The Checkpointer that is made of this restores the rest by ``load(step=…)``.
+        """
+        ground = self._ground
+        opened, ranks = ground.opened, ground.ranks
+        loader = Loader(
+            storage=opened.storage,
+            naming=opened.dialect.naming,
+            open_checkpoint=opened.dialect.open,
+            arena=opened.arena,
+            channel=ground.channel,
+            ranks=ranks,
+            run=opened.run,
+            arena_id=opened.arena_id,
+            capture=StateCapture(state, rank=ranks.rank, world_size=ranks.world_size),
+            timeout=ground.config.peer_timeout,
+            submit=run_now,
+            emit=ground.events.emit,
+        )
+        return loader.load(step=step, strict=True, components=tuple(state)).restored
+
+    def checkpointer(self, state: Mapping[str, Any], kind: type[Checkpointer] = Checkpointer) -> Checkpointer:
+        """The Checkpointer of `state` in this root; this object is of no use any more."""
+        made = kind.__new__(kind)
+        made._build_on(self._ground, lambda ground: None, state)
+        return made
+
+    def close(self) -> None:
+        """Let go of the root without having saved anything."""
+        self._ground.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

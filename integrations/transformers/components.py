@@ -1,0 +1,117 @@
+"""The parts of a Trainer as components of a Checkpointer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from easyckpt.integrations.transformers import recipe
+from easyckpt.integrations.transformers.data import TrainingData
+from easyckpt.integrations.transformers.names import DATA, FILES, MODEL, OPTIMIZER, PROGRESS, SCALER, SCHEDULER
+from easyckpt.integrations.transformers.progress import Progress
+from easyckpt.state.modules import unwrap
+
+
+class Adapters:
+    """The trained part of a model with adapters: the frozen rest is loaded by the program, as without easyckpt."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters that are trained, and buffers of modules that hold some."""
+        model = unwrap(self._model)
+        found: dict[str, torch.Tensor] = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        holders = {name.rpartition(".")[0] for name in found}
+        for name, buffer in model.named_buffers():
+            if name.rpartition(".")[0] in holders:
+                found[name] = buffer
+        return found
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The tensors themselves."""
+        return {name: tensor.detach() for name, tensor in self.tensors().items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Fill them in place."""
+        live = self.tensors()
+        if live.keys() != state.keys():
+            odd = sorted(live.keys() ^ state.keys())
+            raise ValueError(f"the trained parameters are not those of the checkpoint: {', '.join(odd[:5])}")
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(state[name])
+
+
+class Files:
+    """The files that the model is saved as, so that a snapshot alone can become a checkpoint."""
+
+    def __init__(self) -> None:
+        self._recipe = recipe.Recipe()
+        self._value: dict[str, Any] = _tensors_of(self._recipe)
+
+    def learn(self, trainer: Any) -> None:
+        """Have the Trainer say which they are now. Only ranks that save call it."""
+        fresh = recipe.learn(trainer, live_tensors(trainer), MODEL, FILES)
+        if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
+            self._recipe, self._value = fresh, _tensors_of(fresh)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As tensors, which cost a copy at each step and nothing else."""
+        return self._value
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing of it is wanted back: the files are made anew of the live objects."""
+
+
+def _tensors_of(made: recipe.Recipe) -> dict[str, Any]:
+    return {
+        "recipe": _bytes(made.text()),
+        "small": {name: _bytes(content) for name, content in made.small.items()},
+        "tensors": made.copies,
+    }
+
+
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether only a part of `model` is saved: it is one of peft's."""
+    return any(kind.__name__ == "PeftModel" for kind in type(unwrap(model)).__mro__)
+
+
+def live_tensors(trainer: Any) -> dict[str, torch.Tensor]:
+    """The tensors of the component `MODEL`, by name."""
+    if has_adapters(trainer.model):
+        return Adapters(trainer.model).tensors()
+    return dict(_named(unwrap(trainer.model)))
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def state_of(trainer: Any, progress: Progress, data: TrainingData, files: Files) -> dict[str, Any]:
+    """All that a Trainer's run consists of, once model, optimizer and scheduler are made."""
+    wrapped = trainer.model_wrapped
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    state: dict[str, Any] = {
+        MODEL: Adapters(wrapped) if has_adapters(wrapped) else wrapped,
+        OPTIMIZER: getattr(optimizer, "optimizer", optimizer),
+        SCHEDULER: getattr(scheduler, "scheduler", scheduler),
+        PROGRESS: progress,
+        DATA: data,
+        FILES: files,
+    }
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    if scaler is not None:
+        state[SCALER] = scaler
+    return state

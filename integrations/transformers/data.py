@@ -1,0 +1,290 @@
+"""Which batches were trained on, and the randomness of those to come: the position in a Trainer's training data.
+
+accelerate's loaders read one batch ahead, so at the end of a step the next batch has been made already, with numbers
+that the global generators gave for it. A resumed job makes that batch anew: with the generators as they were right
+before, and afterwards it goes on with them as they were at the snapshot. So nothing that is drawn differs from a run
+that never stopped, nor from one that is not wrapped.
+
+Two things differ from the unwrapped Trainer, since they could not be resumed exactly else. Worker processes are seeded
+anew for each batch of a data set with indices. And persistent workers begin each pass with the global generators as
+they were before, since making workers draws from them once in a process, not once a pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from easyckpt.state.generators import host_generators, set_host_generators
+from easyckpt.state.loaders import IndexBatches, is_map_style, open_iterator, own_generators
+
+_END = object()
+
+
+@dataclass(slots=True)
+class Place:
+    """Where training is in its data."""
+
+    epoch: int = 0
+    """The pass over the data, counted as the Trainer does."""
+    consumed: int = 0
+    """Batches of it that were trained on."""
+    finished: bool = False
+    """The pass is over."""
+    start: dict[str, Any] = field(default_factory=dict)
+    """The host's generators when the first index of the pass was about to be drawn."""
+    own_start: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Those that belong to the loader and its parts, by part."""
+    ahead: dict[str, Any] = field(default_factory=dict)
+    """The host's generators when the batch that was read ahead was about to be made."""
+    own_ahead: dict[str, torch.Tensor] = field(default_factory=dict)
+    own: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The loader's own generators now."""
+
+
+class TrainingData:
+    """The position, as a component of the state. One loader at a time reports to it."""
+
+    def __init__(self, *, rank: int = 0) -> None:
+        self.rank = rank
+        self.place = Place()
+        self.resumed: Place | None = None
+        """Where the next pass is to begin, after a load; None once it has."""
+        self.restore: Callable[[], None] = lambda: None
+        """Puts the global generators where the snapshot had them."""
+        self.on_batch: Callable[[str, Any], None] | None = None
+        """Hears of each batch that was made, for an audit."""
+        self.reads_ahead = True
+        """Whoever iterates fetches one batch more than it hands out."""
+        self.untracked: Any = None
+        """The loader whose passes do not go through this, if that is so."""
+        self.skip = 0
+        """Batches that the next pass is to skip where no load of ours says where it begins."""
+        self._fetched = 0
+        self._exhausted = True
+        self._generators: dict[str, torch.Generator] = {}
+
+    @property
+    def at_end(self) -> bool:
+        """No batch of the pass is left."""
+        if self.untracked is not None:
+            return bool(getattr(self.untracked, "end_of_dataloader", False))
+        return self._exhausted
+
+    @property
+    def at_boundary(self) -> bool:
+        """A load has put the position between two passes: the next one begins with the generators of the snapshot."""
+        return self.resumed is not None and (self.resumed.finished or self.resumed.consumed == 0)
+
+    def next_batch(self) -> tuple[int, int]:
+        """(pass, batch in it) that training goes on with after a load."""
+        return (self.place.epoch + 1, 0) if self.place.finished else (self.place.epoch, self.place.consumed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position at the end of a step: what was read ahead is not consumed."""
+        place = self.place
+        ahead = 1 if self.reads_ahead and self._fetched and not self._exhausted else 0
+        place.consumed, place.finished = self._fetched - ahead, self._exhausted
+        for part, generator in self._generators.items():
+            place.own[part] = generator.get_state()
+        return {name: getattr(place, name) for name in Place.__slots__}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on there."""
+        place = Place(**{name: state[name] for name in Place.__slots__})
+        self.place, self.resumed = place, place
+        self._fetched, self._exhausted = place.consumed, place.finished
+
+    def begin_pass(self, loader: Any, epoch: int) -> Iterator[Any]:
+        """The batches of the pass `epoch` over `loader`, a torch DataLoader, that were not consumed yet."""
+        resumed, self.resumed = self.resumed, None
+        own = self._generators = _all_generators(loader)
+        if resumed is not None and (resumed.finished or resumed.consumed == 0):
+            _set_all(own, resumed.own)
+            resumed = None
+        if resumed is None:
+            self.place = Place(epoch=epoch, consumed=self.skip)
+        self.skip = 0
+        self._fetched = self.place.consumed
+        self._exhausted = False
+        return self._hand_out(_Pass(self, loader, own, dataclasses.replace(resumed) if resumed else None))
+
+    def _hand_out(self, a_pass: _Pass) -> Iterator[Any]:
+        place, resumed = self.place, a_pass.resumed
+        batches = a_pass.open()
+        read_again = resumed is not None and self.reads_ahead
+        for number in itertools.count():
+            if number == 1 and read_again:
+                a_pass.set_now()
+            place.ahead, place.own_ahead = host_generators(), _states(a_pass.own)
+            batch = next(batches, _END)
+            if batch is _END:
+                break
+            self._fetched += 1
+            if self.on_batch is not None:
+                self.on_batch("train", batch)
+            yield batch
+        self._exhausted = True
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One pass: the loader's iterator, behind what was consumed."""
+
+    data: TrainingData
+    loader: Any
+    own: dict[str, torch.Generator]
+    resumed: Place | None
+    before: dict[str, Any] = field(default_factory=host_generators)
+    own_before: dict[str, torch.Tensor] = field(default_factory=dict)
+    seed_base: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.own_before = _states(self.own)
+
+    def open(self) -> Iterator[Any]:
+        """An iterator that gives the first batch that was not consumed next."""
+        if is_map_style(self.loader):
+            sampler = self.loader.batch_sampler if self.loader.batch_sampler is not None else self.loader.sampler
+            seeds = self._seed if self.loader.num_workers > 0 else None
+            return open_iterator(self.loader, IndexBatches(sampler, self._skip(), self._at_start, self._behind, seeds))
+        self._at_start()
+        iterator: Iterator[Any] = iter(self.loader)
+        for _ in range(self._skip()):
+            if next(iterator, _END) is _END:
+                break
+        self._behind()
+        return iterator
+
+    def _behind(self) -> None:
+        """When what was consumed is skipped, and the first batch that was not is about to be made."""
+        if self.resumed is None:
+            return
+        if self.data.reads_ahead:  # it was made before the snapshot
+            set_host_generators(self.resumed.ahead)
+            self._set_own(self.resumed.own_ahead)
+        else:
+            self.set_now()
+
+    def set_now(self) -> None:
+        """The generators as the snapshot has them."""
+        assert self.resumed is not None
+        self.data.restore()
+        self._set_own(self.resumed.own)
+
+    def _skip(self) -> int:
+        return self.data.place.consumed
+
+    def _at_start(self) -> None:
+        """When the first index of the pass is about to be drawn."""
+        place = self.data.place
+        if self.resumed is not None:
+            set_host_generators(place.start)
+            _set_all(self.own, place.own_start)
+            return
+        if getattr(self.loader, "persistent_workers", False):
+            set_host_generators(self.before)
+            _set_all(self.own, self.own_before)
+        place.start, place.own_start = host_generators(), _states(self.own)
+
+    def _set_own(self, states: Mapping[str, torch.Tensor]) -> None:
+        # What a sampler draws ahead for workers is drawn again by skipping: there it stays as that has left it.
+        if not (is_map_style(self.loader) and self.loader.num_workers > 0):
+            _set_all(self.own, states)
+
+    def _seed(self, number: int) -> int:
+        """The seed of a worker for batch `number`."""
+        place = self.data.place
+        if not self.seed_base:
+            states = (place.start["torch"], *place.own_start.values())
+            self.seed_base = b"".join(hashlib.blake2b(bytes(state.tolist())).digest() for state in states)
+        text = f"train/{place.epoch}/{number}/{self.data.rank}".encode()
+        return int.from_bytes(hashlib.blake2b(self.seed_base + text, digest_size=8).digest(), "little") >> 1
+
+
+def _all_generators(loader: Any) -> dict[str, torch.Generator]:
+    """Those of the loader and of all samplers that are in one another."""
+    found: dict[str, torch.Generator] = {}
+    level, name = loader, "loader"
+    for _ in range(5):
+        for part, generator in own_generators(level).items():
+            if not any(generator is known for known in found.values()):
+                found[f"{name}.{part}"] = generator
+        level, name = getattr(level, "batch_sampler", None) or getattr(level, "sampler", None), f"{name}.sampler"
+        if level is None:
+            break
+    return found
+
+
+def _states(generators: Mapping[str, torch.Generator]) -> dict[str, torch.Tensor]:
+    return {part: generator.get_state() for part, generator in generators.items()}
+
+
+def _set_all(generators: Mapping[str, torch.Generator], states: Mapping[str, torch.Tensor]) -> None:
+    for part, generator in generators.items():
+        if part in states:
+            generator.set_state(states[part])
+
+
+class TrackedLoader:
+    """In the place of the loader that accelerate's iterates: its passes go through a `TrainingData`."""
+
+    def __init__(self, loader: Any, data: TrainingData, epoch: Callable[[], int]) -> None:
+        self.__dict__.update(_loader=loader, _data=data, _epoch=epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._data.begin_pass(self._loader, self._epoch())  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Loaders of accelerate's say that they are of the class of the loader inside."""
+        return type(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_loader", "_data", "_epoch"):
+            raise AttributeError(name)  # a copy that has nothing in it yet
+        return getattr(self._loader, name)
+
+
+def is_tracked(loader: Any) -> bool:
+    """Whether the passes over `loader` go through a `TrainingData`."""
+    inside = getattr(loader, "__dict__", {}).get("base_dataloader", loader)
+    return type(inside) is TrackedLoader
+
+
+def skip_batches(loader: Any, count: int) -> bool:
+    """Have the next pass over a tracked `loader` skip `count` batches, unless it knows where to begin."""
+    if not is_tracked(loader):
+        return False
+    data: TrainingData = vars(loader).get("base_dataloader", loader)._data
+    data.skip = count if data.resumed is None else 0
+    return True
+
+
+def track(loader: Any, data: TrainingData) -> Any:
+    """Have the passes over `loader` go through `data`. Returns what is to be iterated in its place; itself, mostly.
+
+    A loader that is neither torch's nor one of accelerate's that read on every rank is left as it is.
+    """
+    kind = type(loader).__name__
+    if is_tracked(loader):
+        return loader
+    if kind == "DataLoaderShard":
+        loader.base_dataloader = TrackedLoader(loader.base_dataloader, data, lambda: int(loader.iteration))
+        data.reads_ahead = True
+        return loader
+    if isinstance(loader, DataLoader) and kind != "DataLoaderDispatcher":
+        data.reads_ahead = False
+        return TrackedLoader(loader, data, lambda: data.place.epoch + 1 if data.place.start else 0)
+    data.untracked = loader
+    return loader

@@ -1,0 +1,16 @@
+"""Names of the Trainer's files in a checkpoint, and of the components of the state that they are made of."""
+
+from __future__ import annotations
+
+STATE_FILE = "trainer_state.json"
+OPTIMIZER_FILE = "optimizer.pt"
+SCHEDULER_FILE = "scheduler.pt"
+SCALER_FILE = "scaler.pt"
+
+MODEL, OPTIMIZER, SCHEDULER, SCALER = "model", "optimizer", "scheduler", "scaler"
+PROGRESS, DATA, FILES = "trainer", "data", "files"
+
+
+def rng_file(rank: int, world_size: int) -> str:
+    """The file with the generators of one rank."""
+    return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"

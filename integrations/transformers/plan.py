@@ -1,0 +1,225 @@
+"""The files of a checkpoint, made of a snapshot: what the Trainer would have written at that step.
+
+Nothing here looks at a live object, so it runs beside the training, and for a snapshot of any age. Tensors are not
+copied: files are described by ranges of the snapshot.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from easyckpt import exporting_torch
+from easyckpt.format.canonical import loads
+from easyckpt.format.dtypes import DTYPES, ITEM_BYTES
+from easyckpt.format.image import Layout
+from easyckpt.format.safetensors import make_header
+from easyckpt.integrations.transformers.names import (
+    FILES,
+    OPTIMIZER,
+    OPTIMIZER_FILE,
+    PROGRESS,
+    SCALER,
+    SCALER_FILE,
+    SCHEDULER,
+    SCHEDULER_FILE,
+    STATE_FILE,
+    rng_file,
+)  # fmt: skip
+from easyckpt.integrations.transformers.progress import state_json
+from easyckpt.saving.parts_writer import PlannedFile, PlannedFiles
+from easyckpt.saving.writer import SnapshotBytes
+from easyckpt.state.components import Saved, read_saved
+from easyckpt.state.optimizer_dict import optimizer_state_dict
+from easyckpt.state.rng import RNG
+
+
+class Planner:
+    """Of one rank. `model_only`: as ``save_only_model`` has it."""
+
+    def __init__(self, *, world_size: int, model_only: bool) -> None:
+        self._world_size, self._model_only = world_size, model_only
+
+    def __call__(self, view: SnapshotBytes, layout: Layout) -> PlannedFiles:
+        """The files of this snapshot: see `easyckpt.saving.parts_writer.Plan`."""
+        values, rank = _Values(view, layout), view.meta.rank
+        files: list[PlannedFile] = []
+        if rank == 0:
+            files += _model_files(values)
+        if not self._model_only:
+            if rank == 0:
+                files += _training_files(values)
+            files.append(_small(rng_file(rank, self._world_size), _archived(_rng(values, self._world_size))))
+        if rank == 0:
+            files.append(_small(STATE_FILE, state_json(values.value(PROGRESS))))
+        return PlannedFiles(files, whole=not self._model_only)
+
+
+class _Values:
+    """What is in a snapshot, by component."""
+
+    def __init__(self, view: SnapshotBytes, layout: Layout) -> None:
+        self.view, self.layout = view, layout
+        objects, trees = loads(bytes(view.objects)), layout.trees
+        assert isinstance(objects, dict)
+        assert isinstance(trees, dict)
+        self._objects, self._trees = objects["trees"], trees
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._trees
+
+    def saved(self, name: str) -> Saved:
+        """The component as it is stored."""
+        assert isinstance(self._objects, dict)
+        return read_saved(name, self.layout, self._trees, self._objects)
+
+    def value(self, name: str) -> Any:
+        """The component's value; its tensors are copied."""
+        saved = self.saved(name)
+        return saved.decode(saved.dynamic, lambda number: self.tensor(saved.numbers[number]))
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """A copy of leaf `number`."""
+        leaf = self.layout.leaves[number]
+        stored = torch.frombuffer(bytearray(self.bytes(number)), dtype=torch.uint8) if leaf.nbytes else torch.empty(0)
+        typed = stored.view(DTYPES[leaf.dtype]) if leaf.nbytes else torch.empty(0, dtype=DTYPES[leaf.dtype])
+        return _in_logical_order(typed.view(leaf.stored_shape), leaf.order)
+
+    def bytes(self, number: int) -> Any:
+        """The bytes of leaf `number`, in the snapshot's memory."""
+        leaf = self.layout.leaves[number]
+        return self.view.at(leaf.offset, leaf.nbytes) if leaf.nbytes else b""
+
+    def numbers(self) -> dict[tuple[Any, ...], int]:
+        """Leaf numbers by path."""
+        return {leaf.path: number for number, leaf in enumerate(self.layout.leaves)}
+
+
+def _in_logical_order(stored: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    return stored.permute([order.index(dimension) for dimension in range(len(order))])
+
+
+def _model_files(values: _Values) -> list[PlannedFile]:
+    """Weights by the recipe, and what lies beside them."""
+    kept = values.value(FILES)
+    numbers = values.numbers()
+    files = [
+        _weights_file(values, numbers, recipe) for recipe in json.loads(bytes(kept["recipe"].tolist()).decode() or "[]")
+    ]
+    return files + [_small(name, bytes(content.numpy().tobytes())) for name, content in kept["small"].items()]
+
+
+def _weights_file(values: _Values, numbers: dict[tuple[Any, ...], int], recipe: dict[str, Any]) -> PlannedFile:
+    file = PlannedFile(recipe["name"])
+    tensors = sorted(recipe["tensors"], key=lambda tensor: -ITEM_BYTES[tensor[1]])  # so that all are aligned
+    file.add(make_header(((key, dtype, tuple(shape)) for key, dtype, shape, *_ in tensors), recipe["metadata"]))
+    for _, dtype, shape, component, name, offset in tensors:
+        path = (component, name) if component != FILES else (component, "tensors", name)
+        number = numbers[path]
+        leaf = values.layout.leaves[number]
+        size = math.prod(shape) * ITEM_BYTES[dtype]
+        if leaf.order != tuple(range(len(leaf.order))):  # kept in another order than the file has it
+            file.add(values.tensor(number).contiguous().view(torch.uint8).numpy().tobytes()[offset : offset + size])
+        elif size == leaf.nbytes:
+            file.add(values.bytes(number), number if number not in file.places else None)
+        else:
+            file.add(memoryview(values.bytes(number)).cast("B")[offset : offset + size])
+    return file
+
+
+def _training_files(values: _Values) -> list[PlannedFile]:
+    files = []
+    saved = values.saved(OPTIMIZER)
+    files.append(_optimizer_file(values, saved))
+    if SCHEDULER in values:
+        files.append(_small(SCHEDULER_FILE, _archived(values.value(SCHEDULER))))
+    if SCALER in values:
+        files.append(_small(SCALER_FILE, _archived(_scaler(values.value(SCALER)))))
+    return files
+
+
+def _optimizer_file(values: _Values, saved: Saved) -> PlannedFile:
+    """An archive as torch.save writes it, whose storages are those of the snapshot."""
+    made: dict[int, torch.Tensor] = {}
+
+    def stand_in(reference: int) -> torch.Tensor:
+        number = saved.numbers[reference]
+        if number not in made:
+            leaf = values.layout.leaves[number]
+            made[number] = _in_logical_order(torch.empty(leaf.stored_shape, dtype=DTYPES[leaf.dtype]), leaf.order)
+        return made[number]
+
+    if saved.kind == "optimizer":
+        value: Any = optimizer_state_dict(saved, stand_in)
+    else:
+        value = saved.decode(saved.dynamic, stand_in)
+    numbers = {id(tensor): number for number, tensor in made.items()}
+    met = list(dict.fromkeys(numbers[id(tensor)] for tensor in _tensors(value)))
+    file = PlannedFile(OPTIMIZER_FILE)
+
+    def pieces(place: int) -> Iterator[memoryview]:
+        number = met[place]
+        file.places[number] = file.nbytes
+        yield memoryview(values.bytes(number)).cast("B")
+
+    exporting_torch.save(value, [values.layout.leaves[number].nbytes for number in met], pieces, file.add)
+    return file
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in the order in which they are pickled."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _small(name: str, data: bytes) -> PlannedFile:
+    file = PlannedFile(name)
+    file.add(data)
+    return file
+
+
+def _archived(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _scaler(value: dict[str, Any]) -> dict[str, Any]:
+    """As ``GradScaler.state_dict()`` has it."""
+    if not value["enabled"]:
+        return {}
+    return {
+        "scale": float(value["scale"]),
+        "growth_factor": value["growth_factor"],
+        "backoff_factor": value["backoff_factor"],
+        "growth_interval": value["growth_interval"],
+        "_growth_tracker": int(value["growth_tracker"]),
+    }
+
+
+def _rng(values: _Values, world_size: int) -> dict[str, Any]:
+    """As the Trainer keeps the generators of one process."""
+    states = values.value(RNG)
+    python, numpy = states["python"], states.get("numpy")
+    kept: dict[str, Any] = {"python": (python["version"], tuple(python["words"].tolist()), python["gauss"])}
+    if numpy is not None:
+        key = np.array(torch.as_tensor(numpy["state"]["key"]).tolist(), dtype=np.uint32)
+        kept["numpy"] = (
+            numpy["bit_generator"], key, numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"],
+        )  # fmt: skip
+    kept["cpu"] = states["torch"]
+    if "cuda" in states:
+        kept["cuda"] = states["cuda"] if world_size > 1 else states["cuda"][torch.cuda.current_device()]
+    return kept

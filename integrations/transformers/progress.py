@@ -1,0 +1,124 @@
+"""The Trainer's own state as a component: what it keeps in ``trainer_state.json``, and what it forgets there.
+
+It is read at every step, so the log, which grows without end, is kept as text in one growing tensor: a step costs what
+it has added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.trainer_callback import ExportableState, TrainerState
+
+from easyckpt.integrations.transformers import versions
+
+_FIRST_BYTES = 1 << 16
+
+
+class Log:
+    """``TrainerState.log_history`` as text, appended to."""
+
+    def __init__(self) -> None:
+        self._text = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        self._used = self._entries = 0
+        self._newest: Any = None
+
+    def update(self, history: list[dict[str, Any]]) -> dict[str, Any]:
+        """What is kept of `history`."""
+        count = len(history)
+        grown = count >= self._entries and (not self._entries or history[self._entries - 1] is self._newest)
+        if not grown:
+            self._used = self._entries = 0
+        for entry in history[self._entries :]:
+            self._append(json.dumps(entry, default=_number).encode() + b"\n")
+        self._entries, self._newest = count, history[-1] if history else None
+        return {"text": self._text, "bytes": self._used}
+
+    def _append(self, line: bytes) -> None:
+        end = self._used + len(line)
+        if end > self._text.numel():
+            longer = torch.zeros(max(end, 2 * self._text.numel()), dtype=torch.uint8)
+            longer[: self._used] = self._text[: self._used]
+            self._text = longer
+        self._text[self._used : end] = torch.frombuffer(bytearray(line), dtype=torch.uint8)
+        self._used = end
+
+
+def _history(kept: Mapping[str, Any]) -> list[Any]:
+    text = bytes(kept["text"][: kept["bytes"]].numpy().tobytes())
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _number(value: Any) -> Any:
+    """Numbers of NumPy and torch as plain ones, as far as JSON knows them."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} in the Trainer's log is no JSON value")
+
+
+class Progress:
+    """A component. `restored` is what was loaded last, for whoever puts it into the Trainer."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        """Whose state it is, once there is one."""
+        self.loss = torch.zeros((), dtype=torch.float64)
+        """The running loss since the last log."""
+        self.restored: dict[str, Any] | None = None
+        self._log = Log()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state at this moment."""
+        if self.trainer is None:
+            return {}
+        state: TrainerState = self.trainer.state
+        fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+        history = fields.pop("log_history")
+        fields["global_step"] = int(state.global_step)
+        fields["stateful_callbacks"] = _callbacks(self.trainer)
+        return {
+            "state": fields,
+            "log": self._log.update(history),
+            "loss": self.loss,
+            "total_loss": float(self.trainer._total_loss_scalar),
+            "logged_at": int(self.trainer._globalstep_last_logged),
+            "flos": float(self.trainer.current_flos),
+        }
+
+    def load_state_dict(self, value: dict[str, Any]) -> None:
+        """Keep `value` for later."""
+        self.restored = value
+
+
+def _callbacks(trainer: Any) -> dict[str, Any]:
+    """The states of callbacks that have one, as the Trainer collects them when it saves."""
+    states: dict[str, Any] = {}
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            name, state = type(callback).__name__, callback.state()
+            if name not in states:
+                states[name] = state
+            elif isinstance(states[name], list):
+                states[name].append(state)
+            else:
+                states[name] = [states[name], state]
+    return states
+
+
+def state_json(value: Mapping[str, Any]) -> bytes:
+    """``trainer_state.json``, of the component's value."""
+    fields = {**value["state"], "log_history": _history(value["log"])}
+    return (json.dumps(fields, indent=2, sort_keys=True, default=_number) + "\n").encode()
+
+
+def put_back(trainer: Any, progress: Progress) -> None:
+    """What the Trainer itself does not take out of ``trainer_state.json``."""
+    value = progress.restored
+    assert value is not None
+    trainer._total_loss_scalar = value["total_loss"] if versions.running_loss(trainer) is None else 0.0
+    trainer._globalstep_last_logged = value["logged_at"]
+    trainer.current_flos = value["flos"]

@@ -1,0 +1,262 @@
+"""One call of ``train()``: where it goes on, its Checkpointer, and what happens at the end of each step.
+
+The state of a step is complete once the Trainer has logged and evaluated. Of the last step of a pass over the data it
+is so only after what happens at the end of the epoch: a job that was killed in between would never do that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from easyckpt.dialects import of_trainer
+from easyckpt.engine import Checkpointer
+from easyckpt.integrations.transformers import data as training_data
+from easyckpt.integrations.transformers import progress as trainer_progress
+from easyckpt.integrations.transformers import scratch, versions
+from easyckpt.integrations.transformers.components import Files, state_of
+from easyckpt.integrations.transformers.data import TrainingData
+from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
+from easyckpt.integrations.transformers.options import Options
+from easyckpt.integrations.transformers.plan import Planner
+from easyckpt.integrations.transformers.progress import Progress
+from easyckpt.integrations.transformers.resume import Origin, find_origin
+from easyckpt.integrations.transformers.saves import Saves
+from easyckpt.prospect import Prospect
+from easyckpt.saving.policy import Policy
+
+_log = logging.getLogger("easyckpt")
+
+
+class TrainingRun:
+    """Used with ``with`` around the Trainer's own training."""
+
+    def __init__(self, trainer: Any, options: Options, resume: Any) -> None:
+        self._trainer, self._options = trainer, options
+        args = trainer.args
+        self.progress, self.files = Progress(), Files()
+        self.data = TrainingData(rank=args.process_index)
+        self._root = os.path.abspath(args.output_dir)
+        planner = Planner(world_size=args.world_size, model_only=args.save_only_model)
+        limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
+        self._limit = limit
+        self._prospect: Prospect | None = Prospect(
+            self._root, of_trainer(planner), max_ckpt_num=limit, **options.settings()
+        )
+        self._checkpointer: Checkpointer | None = None
+        self._private: str | None = None
+        self._in_epoch_end = self._requested = False
+        self._snapshot_at = self._flushed_at = -1
+        self._best: list[int] = []
+        self._first_loss: torch.Tensor | None = None
+        try:
+            self.origin: Origin = find_origin(self._prospect, resume, {PROGRESS: self.progress, DATA: self.data})
+            self.path = self._path_for_trainer()
+        except BaseException:
+            self._prospect.close()
+            raise
+
+    def _path_for_trainer(self) -> str | None:
+        """What the Trainer is to resume from: its own checkpoint, or a directory that only holds its state file."""
+        if self.origin.foreign is not None or self.origin.step is None:
+            return self.origin.foreign
+        assert self.progress.restored is not None
+        self._private = scratch.make("resume")
+        scratch.write(self._private, STATE_FILE, trainer_progress.state_json(self.progress.restored))
+        return self._private
+
+    @property
+    def restores(self) -> bool:
+        """Whether this run puts everything back itself, so that the Trainer's own loading has nothing to do."""
+        return self.origin.step is not None and self.origin.foreign is None
+
+    # -- hooks, in the order in which a training comes to them
+
+    def start(self) -> None:
+        """Model, optimizer and scheduler are made: take over, and restore them."""
+        trainer = self._trainer
+        trainer.state.global_step = int(trainer.state.global_step)
+        self.progress.trainer = trainer
+        if trainer.args.should_save:
+            self.files.learn(trainer)
+        if self._prospect is None:
+            raise RuntimeError("a training run is started once")
+        prospect, self._prospect = self._prospect, None
+        state = state_of(trainer, self.progress, self.data, self.files)
+        checkpointer = self._checkpointer = prospect.checkpointer(state)
+        handler = trainer.callback_handler
+        self.saves = Saves(trainer, self._root, handler.on_save)
+        handler.on_save = lambda args, state, control: control
+        self.data.on_batch = checkpointer._position.on_batch
+        if not self.restores:
+            checkpointer.begin_at(self.origin.step or 0)
+            self._snapshot_at = trainer.state.global_step
+            return
+        assert self.origin.step is not None
+        checkpointer.load(step=self.origin.step)
+        trainer_progress.put_back(trainer, self.progress)
+        self._put_back_loss()
+        self.data.restore = checkpointer._restore_generators
+        if trainer.args.ignore_data_skip:
+            self.data.resumed = None
+        self._snapshot_at = self._flushed_at = self.origin.step
+
+    def _put_back_loss(self) -> None:
+        assert self.progress.restored is not None
+        loss, running = self.progress.restored["loss"], versions.running_loss(self._trainer)
+        if running is not None:
+            running.copy_(loss)
+        else:
+            self._first_loss = loss
+
+    def with_first_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` of a first micro-step, and what was lost since the last log before the stop."""
+        if self._first_loss is None:
+            return loss
+        before, self._first_loss = self._first_loss.to(loss.device, loss.dtype), None
+        trainer = self._trainer
+        if trainer.args.logging_nan_inf_filter and not torch.isfinite(loss):
+            return torch.as_tensor(before + before / (1 + trainer.state.global_step - trainer._globalstep_last_logged))
+        return before + loss
+
+    def begin_epoch(self) -> None:
+        """A pass over the data is about to begin."""
+        self._in_epoch_end = False
+        if self.data.at_boundary:
+            self.data.restore()
+
+    def end_epoch(self) -> None:
+        """The last step of a pass has ended; what belongs to the end of the epoch comes now."""
+        self._in_epoch_end = True
+
+    def request_save(self) -> None:
+        """The Trainer wants a checkpoint of this step."""
+        trainer = self._trainer
+        self._requested = True
+        if trainer.hp_search_backend is None:
+            trainer.store_flos()
+        best = getattr(trainer.state, "best_global_step", None)
+        if best and trainer.args.save_strategy != "no":
+            if best == trainer.state.global_step or self.saves.known(best):
+                trainer.state.best_model_checkpoint = self.saves.path(best)
+            self._keep(best)
+
+    def _keep(self, best: int) -> None:
+        """The best checkpoint stays, and the one before it until the new one is there."""
+        if best not in self._best:
+            self._best = [*self._best[-1:], best]
+            assert self._checkpointer is not None
+            policy = Policy(newest=self._limit, kept=frozenset(self._best))
+            self._checkpointer._parts.flusher.policy = policy
+
+    def end_step(self, loss: torch.Tensor) -> None:
+        """The Trainer has logged and evaluated: the state of the step is complete, unless its epoch ends with it."""
+        trainer, checkpointer = self._trainer, self._checkpointer
+        if checkpointer is None:
+            return
+        self.progress.loss = loss.detach()
+        step = trainer.state.global_step
+        if not self._in_epoch_end and self._epoch_ends():
+            return
+        preempted = step > self._snapshot_at and checkpointer.preempted
+        if preempted:
+            self._requested = True
+        self._take(step)
+        self.saves.deliver()
+        if preempted:
+            trainer.control.should_training_stop = True
+        if self._in_epoch_end and (trainer.control.should_training_stop or step >= trainer.state.max_steps):
+            self.drain()
+
+    def _epoch_ends(self) -> bool:
+        trainer = self._trainer
+        control, step = trainer.control, trainer.state.global_step
+        over = control.should_training_stop and step >= trainer.state.max_steps
+        return self.data.at_end or control.should_epoch_stop or over
+
+    def _take(self, step: int) -> None:
+        checkpointer = self._checkpointer
+        assert checkpointer is not None
+        requested, self._requested = self._requested, False
+        if requested and step > self._flushed_at:
+            if self._trainer.args.should_save:
+                self.files.learn(self._trainer)
+            skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
+            future = checkpointer.flush(step, skip=skip)
+            self.saves.add(step, future)
+            self._flushed_at = self._snapshot_at = step
+            if self._options.on_save == "wait":
+                self.saves.deliver(wait=True)
+        elif step > self._snapshot_at:
+            checkpointer.save_if_needed(step)
+            self._snapshot_at = step
+
+    def _must_be_made(self, step: int) -> bool:
+        """Whether this checkpoint may not be skipped for the sake of speed: nothing will come in its place."""
+        trainer = self._trainer
+        best = getattr(trainer.state, "best_global_step", None) == step
+        ends = trainer.control.should_training_stop or step >= trainer.state.max_steps
+        return best or ends
+
+    def drain(self) -> None:
+        """Wait until every checkpoint is there, and tell of it."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait(None)
+            self.saves.deliver(wait=True)
+
+    # -- the end
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._tidy)
+            if self._prospect is not None:
+                last_first.callback(self._prospect.close)
+            if self._checkpointer is not None:
+                end = self._checkpointer.leave if error is None else self._checkpointer.abandon
+                last_first.callback(end)
+
+    def _tidy(self) -> None:
+        self.progress.trainer = None
+        vars(self._trainer.callback_handler).pop("on_save", None)
+        if self._private is not None:
+            scratch.remove(self._private)
+
+
+class RunCallback(TrainerCallback):  # type: ignore[misc]
+    """Has the run that is on hear of the Trainer's events, before anybody else does."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
+        if self._trainer._easyckpt.run is not None:
+            self._trainer._easyckpt.run.start()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
+        if self._trainer._easyckpt.run is not None:
+            self._trainer._easyckpt.run.begin_epoch()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
+        if self._trainer._easyckpt.run is not None:
+            self._trainer._easyckpt.run.end_epoch()
+
+
+def track(run: TrainingRun, loader: Any) -> Any:
+    """Have the passes over the training data reported to `run`."""
+    versions.leave_skipping(training_data.skip_batches)
+    tracked = training_data.track(loader, run.data)
+    if not training_data.is_tracked(tracked):
+        _log.warning(
+            "the training data come from a %s, whose position is not known exactly: a resumed run skips batches as the "
+            "Trainer itself does",
+            type(loader).__name__,
+        )
+    return tracked

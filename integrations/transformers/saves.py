@@ -1,0 +1,105 @@
+"""Checkpoints on their way to storage, and who is told once they are there."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from easyckpt.errors import SaveFailed
+
+_log = logging.getLogger("easyckpt")
+
+
+@dataclass(slots=True)
+class _Pending:
+    step: int
+    future: Future[int]
+    state: Any
+    """The Trainer's state at that step; None where nobody wants to see it."""
+
+
+class Saves:
+    """Of one run. Callbacks hear of a checkpoint when it is complete: on all ranks at the end of the same step."""
+
+    def __init__(self, trainer: Any, root: str, on_save: Callable[..., Any]) -> None:
+        self._trainer, self._root, self._on_save = trainer, root, on_save
+        self._pending: list[_Pending] = []
+        self._committed: set[int] = set()
+
+    def path(self, step: int) -> str:
+        """The checkpoint's directory."""
+        return os.path.join(self._root, f"checkpoint-{step}")
+
+    def known(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is there, or on its way."""
+        return any(save.step == step for save in self._pending) or os.path.isdir(self.path(step))
+
+    def add(self, step: int, future: Future[int]) -> None:
+        """A checkpoint is on its way."""
+        state = _frozen(self._trainer.state) if self._has_listeners() else None
+        self._pending.append(_Pending(step, future, state))
+
+    def deliver(self, *, wait: bool = False) -> None:
+        """Tell of what is complete. All ranks call it at the end of each step; `wait`: of all, when they are."""
+        ready = 0
+        for save in self._pending:
+            if wait:
+                save.future.exception()  # resolved in bounded time
+            if not save.future.done():
+                break
+            ready += 1
+        if self._pending and not wait:
+            ready = self._agreed(ready)
+        done, self._pending = self._pending[:ready], self._pending[ready:]
+        for save in done:
+            self._tell(save)
+
+    def _tell(self, save: _Pending) -> None:
+        error = save.future.exception()
+        if error is not None:
+            if not isinstance(error, SaveFailed):
+                raise error
+            _log.warning("no checkpoint-%d: %s", save.step, error)
+            return
+        if save.state is None:
+            return
+        trainer, live = self._trainer, self._trainer.state
+        wanted = trainer.control.should_save
+        trainer.state = save.state
+        try:
+            if trainer.args.push_to_hub:
+                trainer._push_from_checkpoint(self.path(save.step))
+            trainer.control = self._on_save(trainer.args, save.state, trainer.control)
+        finally:
+            trainer.state = live
+        trainer.control.should_save = wanted or trainer.control.should_save
+
+    def _has_listeners(self) -> bool:
+        callbacks = self._trainer.callback_handler.callbacks
+        return bool(self._trainer.args.push_to_hub) or any(
+            type(callback).on_save is not TrainerCallback.on_save for callback in callbacks
+        )
+
+    def _agreed(self, ready: int) -> int:
+        """How many all ranks know to be complete. Every rank that has pending ones comes here: they are the same."""
+        if self._trainer.args.world_size == 1 or not self._has_listeners():
+            return ready
+        count = torch.tensor([ready], device=self._trainer.args.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MIN)
+        return int(count.item())
+
+
+def _frozen(state: Any) -> Any:
+    kept = copy.copy(state)
+    kept.log_history = list(state.log_history)
+    kept.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
+    return kept

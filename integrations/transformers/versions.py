@@ -1,0 +1,129 @@
+"""Everything that touches a private name of transformers or accelerate, with the versions that have it.
+
+Supported: transformers from 4.46 to 5, accelerate from 1.0 on. Read, and run by the tests, on 4.57 and 5.24.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import accelerate
+import safetensors.torch
+import torch
+import transformers
+from packaging.version import Version
+from transformers import Trainer
+from transformers import trainer as trainer_module
+
+from easyckpt.errors import ConfigError
+
+OLDEST, TESTED = Version("4.46"), (Version("4.57.6"), Version("5.24.0"))
+OLDEST_ACCELERATE = Version("1.0")
+HERE = Version(transformers.__version__)
+
+#: Libraries that write a model's tensors, and may have taken the functions that do so under names of their own.
+_WRITERS = ("transformers", "peft", "trl", "accelerate", "sentence_transformers", "safetensors")
+
+#: (path, tensors by key, metadata) of each file of tensors that was to be written.
+Captured = list[tuple[str, Mapping[str, torch.Tensor], Mapping[str, str] | None]]
+
+
+def check() -> None:
+    """Raise ConfigError where the versions that are installed cannot be wrapped."""
+    if HERE.release < OLDEST.release:
+        raise ConfigError(
+            f"transformers {HERE} is installed; easyckpt wraps the Trainer of {OLDEST} and newer: upgrade transformers"
+        )
+    if Version(accelerate.__version__).release < OLDEST_ACCELERATE.release:
+        raise ConfigError(
+            f"accelerate {accelerate.__version__} is installed; easyckpt needs {OLDEST_ACCELERATE} or newer: upgrade it"
+        )
+    if HERE.major > max(TESTED).major:
+        raise ConfigError(
+            f"transformers {HERE} is installed; this version of easyckpt knows those up to {max(TESTED).major}.x: "
+            "upgrade easyckpt"
+        )
+
+
+@contextlib.contextmanager
+def writes_captured() -> Iterator[Captured]:
+    """Within it, this thread's writes of tensors are noted in place of being made; all else is written."""
+    captured: Captured = []
+    thread = threading.get_ident()
+    save_file, torch_save = safetensors.torch.save_file, torch.save
+
+    def note_file(tensors: Any, filename: Any, metadata: Any = None, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return save_file(tensors, filename, metadata, **kwargs)
+        captured.append((str(filename), dict(tensors), metadata))
+        return None
+
+    with _replaced(save_file, note_file), _replaced(torch_save, torch_save):
+        yield captured
+
+
+@contextlib.contextmanager
+def _replaced(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
+    """Every name that the writing libraries have for `old` stands for `new`."""
+    changed = []
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in _WRITERS]:
+        for name, value in list(vars(module).items()):
+            if value is old:
+                changed.append((module, name))
+                setattr(module, name, new)
+    try:
+        yield
+    finally:
+        for module, name in changed:
+            setattr(module, name, old)
+
+
+def leave_skipping(to: Callable[[Any, int], bool]) -> None:
+    """Have the Trainer leave the batches that a resumed epoch skips to loaders for which `to` says that it is done.
+
+    ``trainer.skip_first_batches`` is accelerate's function under a name of the module (4.46 to 5.24).
+    """
+    original = trainer_module.skip_first_batches
+    if getattr(original, "_easyckpt", False):
+        return
+
+    def skip(loader: Any, num_batches: int = 0) -> Any:
+        if to(loader, num_batches):
+            return loader
+        return original(loader, num_batches)
+
+    skip._easyckpt = True  # type: ignore[attr-defined]
+    trainer_module.skip_first_batches = skip
+
+
+def is_stock(kind: type, method: str, ours: tuple[type, ...]) -> bool:
+    """Whether a Trainer's class has `method` from transformers itself; `ours` do not count."""
+    for base in kind.__mro__:
+        if base not in ours and method in vars(base):
+            return base is Trainer
+    return True
+
+
+class ResumedAt(int):
+    """The global step of a resumed run, which knows the pass over the data and the updates in it.
+
+    The loops up to 5.0 compute both by dividing the step inline; where a pass ends when the data do, that is wrong.
+    """
+
+    epoch: int
+    updates: int
+
+    def __floordiv__(self, other: int) -> int:
+        return self.epoch
+
+    def __mod__(self, other: int) -> int:
+        return self.updates
+
+
+def running_loss(trainer: Any) -> torch.Tensor | None:
+    """The loss since the last log, where the Trainer keeps it (from 5.8; before, in a variable of its loop)."""
+    return getattr(trainer, "_tr_loss", None)

@@ -1,0 +1,128 @@
+"""Extending a Trainer: its class gets a class of ours before it and one behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from transformers import Trainer
+
+from easyckpt.errors import ConfigError
+from easyckpt.integrations.transformers import versions
+from easyckpt.integrations.transformers.options import Options
+from easyckpt.integrations.transformers.run import RunCallback, TrainingRun, track
+
+T = TypeVar("T", bound=Trainer)
+
+
+@dataclass(slots=True)
+class Wrapping:
+    """What a wrapped Trainer carries: ``trainer._easyckpt``."""
+
+    options: Options
+    run: TrainingRun | None = None
+
+
+class Outside:
+    """Stands before the user's class: sees each call first."""
+
+    _easyckpt: Wrapping
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; see TrainerWrapper for what `resume_from_checkpoint` means."""
+        with TrainingRun(self, self._easyckpt.options, resume_from_checkpoint) as run:
+            self._easyckpt.run = run
+            try:
+                return super().train(run.path, *args, **kwargs)  # type: ignore[misc]
+            finally:
+                self._easyckpt.run = None
+
+    def get_train_dataloader(self) -> Any:
+        """As the Trainer's; its passes are reported."""
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        return loader if self._easyckpt.run is None else track(self._easyckpt.run, loader)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        return loss if self._easyckpt.run is None else self._easyckpt.run.with_first_loss(loss)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
+        if self._easyckpt.run is not None:
+            self._easyckpt.run.end_step(tr_loss)
+        return result
+
+
+class Inside(Trainer):  # type: ignore[misc]
+    """Stands behind the user's class: takes the place of what the Trainer itself does."""
+
+    _easyckpt: Wrapping
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        if self._easyckpt.run is None:
+            super()._save_checkpoint(model, trial, *args, **kwargs)
+        else:
+            self._easyckpt.run.request_save()
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if not self._restores():
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        if not self._restores():
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: Any) -> None:
+        if not self._restores():
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if not self._restores():
+            super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        if self._easyckpt.run is not None:
+            self._easyckpt.run.drain()
+        super()._load_best_model()
+
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        if self._restores():  # the loops up to 5.0 divide the step inline; see versions.ResumedAt
+            assert self._easyckpt.run is not None
+            epoch, batches = self._easyckpt.run.data.next_batch()
+            self.state.global_step = versions.ResumedAt(self.state.global_step)
+            self.state.global_step.epoch = epoch
+            self.state.global_step.updates = batches // self.args.gradient_accumulation_steps
+
+    def _restores(self) -> bool:
+        return self._easyckpt.run is not None and self._easyckpt.run.restores
+
+
+def TrainerWrapper(trainer: T, **options: Any) -> T:  # noqa: N802 - it is used like a class
+    """Have `trainer` save without holding training up, and resume as if it had never stopped.
+
+    Returns the same object, whose class is extended; calling it again changes nothing more. The Trainer's arguments
+    stay what they are: ``save_strategy``, ``save_steps``, ``save_total_limit`` and so on.
+
+    Args:
+        trainer: any ``transformers.Trainer``, of a subclass too.
+        options: ``on_save``: ``"later"`` (callbacks hear of a checkpoint at the end of a later step, when it is
+            complete) or ``"wait"``. And the settings of ``easyckpt.CheckpointConfig``, such as ``save_mem_interval``,
+            ``slots``, ``signals``.
+
+    Raises ConfigError for what cannot be wrapped, and for a wrong option.
+    """
+    versions.check()
+    if not isinstance(trainer, Trainer):
+        raise ConfigError(f"TrainerWrapper takes a transformers.Trainer, not a {type(trainer).__name__}")
+    if isinstance(trainer, Inside):
+        return trainer
+    kind = type(trainer)
+    checked = Options.of(options)
+    made = type(kind.__name__, (Outside, Inside) if kind is Trainer else (Outside, kind, Inside), {})
+    made.__module__, made.__qualname__, made.__doc__ = kind.__module__, kind.__qualname__, kind.__doc__
+    trainer.__class__ = made
+    trainer._easyckpt = Wrapping(checked)
+    trainer.callback_handler.callbacks.insert(0, RunCallback(trainer))
+    return trainer
