@@ -53,12 +53,24 @@ class Trial:
     def killed(self) -> Path:
         """Kill a training; returns its output directory, as the kill has left it."""
         scenario, out = self.scenario, self.directory / "run"
-        words = ["--mode", self.mode, "--until", scenario.until]
-        if scenario.saved is not None:
-            words += ["--committed", scenario.saved]
-        ended = self.run(out, "killed", *words)
+        committed = [] if scenario.saved is None else ["--committed", scenario.saved]
+        ended = self.run(out, "killed", "--mode", self.mode, "--until", scenario.until, *committed)
         if any(code == 0 for code in ended.codes) or self.records("killed"):
             raise Failed(f"was not killed at step {scenario.until}: {ended.codes} {ended.complaint}")
+        return out
+
+    def stopped(self) -> Path:
+        """Stop a training in order, and return its output directory."""
+        self.finished(
+            out := self.directory / "run",
+            "stopped",
+            "--mode",
+            self.mode,
+            "--until",
+            self.scenario.until,
+            "--how",
+            "stop",
+        )
         return out
 
     def resumed(self, out: Path, name: str) -> list[Record]:
@@ -91,14 +103,17 @@ class Resumed:
     records: list[Record]
 
 
-def kill_and_resume(trial: Trial) -> Iterator[Resumed]:
-    """Kill it once; resume what is left with memory, where there is any, and once more with storage alone."""
+TIERS = ("memory", "storage")
+
+
+def kill_and_resume(trial: Trial, tiers: tuple[str, ...] = TIERS) -> Iterator[Resumed]:
+    """Kill it once; resume what is left with memory, and once more with storage alone, if anything is there by then."""
     out = trial.killed()
     kept = out.with_name("kept")
     shutil.copytree(out, kept, symlinks=True)
-    if trial.mode == "wrapped":
+    if "memory" in tiers:
         yield outcome("memory", trial.resumed(out, "memory"))
-    if trial.scenario.saved is not None:
+    if "storage" in tiers and trial.scenario.saved is not None:
         empty_memory()
         shutil.rmtree(out)
         kept.rename(out)  # the same path: what a checkpoint says of its place is still so
@@ -171,7 +186,7 @@ def row(scenario: Scenario, version: str, mode: str, directory: Path, fresh: boo
                 columns["straight"] = said(differences(trial.straight("stock"), straight), "as stock")
             except Failed as failure:
                 columns["straight"] = f"stock fails: {failure}"
-        for resumed in kill_and_resume(trial):
+        for resumed in kill_and_resume(trial, TIERS if mode == "wrapped" else ("storage",)):
             verdict = said(differences(straight, resumed.records), "exact")
             columns[resumed.tier] = f"{verdict} @{','.join(map(str, sorted(set(resumed.began))))}"
     except Failed as failure:

@@ -89,6 +89,7 @@ PERSISTENT = {**WORKERS, "dataloader_persistent_workers": True}
 NOT_SEEDABLE = {"accelerator_config": {"use_seedable_sampler": False}}
 RANDOM_WORKERS = "workers are seeded for each batch"
 NEW_WORKERS = "persistent workers are told each epoch's seeds"
+REFUSED = "the stock Trainer fails when it saves"
 OWN_PERMUTATION = "the order of an epoch is drawn apart from the generators of the training"
 
 
@@ -449,7 +450,11 @@ def lora() -> Setup:
 @scenario()
 def model_init() -> Setup:
     """The Trainer makes the model."""
-    return Setup(more={"model_init": models.gpt2})
+
+    def make() -> nn.Module:
+        return models.gpt2()
+
+    return Setup(more={"model_init": make})
 
 
 @scenario()
@@ -464,9 +469,9 @@ def plain() -> Setup:
     return Setup(model=models.Plain(tied=False))
 
 
-@scenario()
+@scenario(unlike_stock=REFUSED)
 def plain_tied() -> Setup:
-    """Such a module with shared weights, which the stock Trainer refuses to save."""
+    """Such a module with shared weights."""
     return Setup(model=models.Plain(tied=True))
 
 
