@@ -1,5 +1,5 @@
 # Everything that people and CI run. A fresh machine needs Python 3.11 (with venv) and make, nothing else.
-#   make setup   a virtual environment in .venv with the pinned versions (done once; the other targets call it)
+#   make setup   virtual environments with the pinned versions (done once; the other targets call it)
 #   make test    all checks: formatting, lint, types, import rules, tests
 #   make soak    the long campaigns in full      make bench   the benchmarks
 #   make demo    trains, kills, resumes, and compares with an uninterrupted run
@@ -14,6 +14,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := $(shell grep '^torch==' constraints.txt)
+# Beside it one environment for each major version of transformers.
+TRANSFORMERS := 4 5
+TRANSFORMERS_READY := $(TRANSFORMERS:%=.venv-transformers%/.ready)
+PACKAGES_OF := import sysconfig; print(sysconfig.get_path("purelib"))
 WORKERS ?= 2
 # Tests and trainers share few cores: one thread each, or OpenMP pools fight for them.
 export OMP_NUM_THREADS ?= 1
@@ -21,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@sed -n '2,6s/^#  *//p' Makefile
 
-setup: $(READY)
+setup: $(READY) $(TRANSFORMERS_READY)
 
 # torch goes in first and by its exact pin, so that nothing that depends on it can choose another build.
 $(READY): constraints.txt setup.py pyproject.toml
@@ -35,6 +39,17 @@ $(READY): constraints.txt setup.py pyproject.toml
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,fuse]'
 	@touch $@
 
+# They have no pip and no torch of their own: they see what $(VENV) has through a .pth file. The pins are complete, so
+# nothing is resolved, and no other torch can come in; that is checked all the same.
+.venv-transformers%/.ready: requirements/transformers-%.txt $(READY)
+	@echo "easyckpt: setting up $(@D) (once)" >&2
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	@$(BIN)/python -c '$(PACKAGES_OF)' > "$$($(@D)/bin/python -c '$(PACKAGES_OF)')/easyckpt.pth"
+	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-deps --requirement $<
+	$(BIN)/python -m pip --python $(@D)/bin/python check
+	@$(@D)/bin/python -c 'import torch; found = torch.__version__; assert f"torch=={found}".startswith("$(TORCH)"), found'
+	@touch $@
+
 test: lint types tests
 
 lint: $(READY)
@@ -44,10 +59,10 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-tests: $(READY)
+tests: $(READY) $(TRANSFORMERS_READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not soak" $(ARGS)
 
-soak: $(READY)
+soak: $(READY) $(TRANSFORMERS_READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxschedchunk 1 -m soak --timeout 3600 $(ARGS)
 
 bench: $(READY)
@@ -60,4 +75,4 @@ lab: $(READY)
 	$(BIN)/python examples/resume_lab/lab.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(TRANSFORMERS_READY:%/.ready=%) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -171,7 +171,7 @@ def _forked(
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_USE_AGENT_STORE": str(not by_rank_0),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -187,7 +187,7 @@ def _forked(
     return children, store
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,11 +28,14 @@ HERE = Path(__file__)
 
 
 class Zygote:
-    """The server, as the tests see it; started when it is first needed and ended with them."""
+    """The server, as the tests see it; started when it is first needed and ended with them.
 
-    def __init__(self) -> None:
+    It is one of the interpreter `python` that has imported `modules` besides.
+    """
+
+    def __init__(self, python: Path | str = sys.executable, modules: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE)],
+            [python, str(HERE), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])},
@@ -223,6 +226,7 @@ def end_as_interpreters_do(main: Callable[[], None]) -> NoReturn:
 
 if __name__ == "__main__":
     import gc
+    import importlib
 
     import job
     import torch.nn.parallel
@@ -230,6 +234,8 @@ if __name__ == "__main__":
     import torch.utils.data  # noqa: F401 - everything that a job would import
     from torch import _dynamo  # noqa: F401 - register_optimizer_step_pre_hook is kept out of torch.compile with it
 
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     gc.freeze()
     order = serve()
     become(order)

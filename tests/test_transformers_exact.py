@@ -1,0 +1,96 @@
+"""The Hugging Face Trainer, wrapped: a killed and resumed training is the straight one to the bit, whatever it trains.
+
+`trainers/scenarios.py` has the table. Each training is killed by SIGKILL and resumed twice from what it has left: with
+its memory, and without. CI runs a sample with the newest transformers 4 and 5, `make soak` the whole table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.launch import VERSIONS
+from tests.trainers.matrix import Record, Resumed, Trial, differences, kill_and_resume
+from tests.trainers.scenarios import TABLE, Scenario
+
+#: One of each kind of difficulty.
+SAMPLE = ("ga2_rem", "group_len_epochs", "noise_w2_pers", "mlm_ga2", "iter_multi_epoch", "lora")
+SAMPLE += ("plain_tied", "log4", "eval_epoch_killed", "early", "best", "never_saved", "ddp_mlm")
+#: Random histories of a fork are those of a new interpreter; these show it.
+FRESH = ("base", "noise_w2", "hf_iter_multi", "adafactor", "lora", "early", "ddp_mlm", "ddp_eval")
+#: How far behind what has been finished a restart may be, by the number of ranks.
+ALLOWED = {1: 1, 2: 2}
+
+
+def goes_on_exactly(trial: Trial, straight: list[Record], tiers: tuple[str, ...] = ("memory", "storage")) -> None:
+    seen = []
+    for resumed in kill_and_resume(trial, tiers):
+        assert differences(straight, resumed.records) == [], f"from {resumed.tier}, at step {resumed.began}"
+        assert set(resumed.began) <= promised(trial.scenario, resumed), resumed.tier
+        assert len(set(resumed.began)) == 1
+        seen.append(resumed.tier)
+    assert seen == [tier for tier in tiers if tier == "memory" or trial.scenario.saved is not None]
+
+
+def promised(scenario: Scenario, resumed: Resumed) -> set[int]:
+    """The steps from which a killed training may go on."""
+    if resumed.tier == "storage":
+        return {scenario.saved or 0}
+    return set(range(scenario.until - ALLOWED[scenario.ranks], scenario.until + 1))
+
+
+def is_exact(name: str, version: str, directory: Path) -> None:
+    trial = Trial(TABLE[name], version, directory)
+    straight = trial.straight()
+    assert {record["steps"] for record in straight} == {trial.scenario.steps}
+    if not trial.scenario.unlike_stock:
+        assert differences(trial.straight("stock"), straight) == [], "wrapped against stock"
+    goes_on_exactly(trial, straight)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_of_the_table(name, version, tmp_path):
+    is_exact(name, version, tmp_path)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_in_new_interpreters(version, tmp_path):
+    trial = Trial(TABLE["mlm"], version, tmp_path, fresh=True)
+    goes_on_exactly(trial, trial.straight(), ("memory",))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_stopped_in_order(version, tmp_path):
+    trial = Trial(TABLE["mlm"], version, tmp_path)
+    resumed = trial.resumed(trial.stopped(), "resumed")
+    assert differences(trial.straight(), resumed) == []
+    assert resumed[0]["began"] in {10, 12}  # the newest that was saved, or that there was
+
+
+@pytest.mark.parametrize("name", ["mlm", "iter_multi", "log4"])
+def test_the_stock_trainer_is_not_exact(name, tmp_path):
+    """The traps are real: else the tests above could not fail."""
+    trial = Trial(TABLE[name], VERSIONS[-1], tmp_path, mode="stock")
+    straight = trial.straight()
+    (resumed,) = kill_and_resume(trial, ("storage",))
+    assert differences(straight, resumed.records)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", TABLE)
+def test_the_whole_table(name, version, tmp_path, campaign_part):
+    is_exact(name, version, tmp_path)
+    tests = len(TABLE) * len(VERSIONS)
+    campaign_part("transformers_exact", seed=None, tests=tests, cases=[f"{name} on transformers {version}"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", FRESH)
+def test_the_table_in_new_interpreters(name, version, tmp_path):
+    """Ranks are under torchrun here."""
+    trial = Trial(TABLE[name], version, tmp_path, fresh=True)
+    goes_on_exactly(trial, trial.straight())
