@@ -98,10 +98,11 @@ def accuracy(prediction: Any) -> dict[str, float]:
 def arguments() -> tuple[ModelArguments, DataArguments, Any]:
     """The command line: the Trainer's own arguments, with defaults of ours, and those above."""
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    gpu = torch.cuda.is_available()
     parser.set_defaults(
         output_dir="runs/hf", resume_from_checkpoint=True, max_steps=200, report_to="none",
         per_device_train_batch_size=8, learning_rate=1e-3, lr_scheduler_type="cosine", warmup_steps=20,
-        logging_steps=10, eval_strategy="steps", eval_steps=50, dataloader_pin_memory=torch.cuda.is_available(),
+        logging_steps=10, eval_strategy="steps", eval_steps=50, use_cpu=not gpu, dataloader_pin_memory=gpu,
         save_strategy="steps", save_steps=50, save_total_limit=3,
     )  # fmt: skip
     model, data, training = parser.parse_args_into_dataclasses()
