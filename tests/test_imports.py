@@ -120,6 +120,11 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("storage/localfile.py", "shared_memory"): "maps its own probe file to ask whether it is in the page cache",
     ("tensorfiles.py", "no_pickle"): "users' .pth files, read with weights_only: tensors and plain values, no code",
     ("exporting_torch.py", "no_pickle"): "a .pth state_dict is torch.save's format; it is written, never read",
+    ("integrations/transformers/stock.py", "names"): "the Trainer's own names of files, in checkpoints that it wrote",
+    (
+        "integrations/transformers/stock.py",
+        "no_pickle",
+    ): "the Trainer's own pickles, read with weights_only and the arrays of NumPy's generator: no code",
     ("cli/audit/runs.py", "threads"): "runs the user's command",
     ("cli/audit/runs.py", "files"): "makes and removes the roots of its own runs as a whole, and keeps what they print",
     ("failpoints.py", "files"): "tests' hold files",
