@@ -63,7 +63,7 @@ class TrainingRun:
 
     def _path_for_trainer(self) -> str | None:
         """What the Trainer is to resume from: its own checkpoint, or a directory that only holds its state file."""
-        if self.origin.foreign is not None or self.origin.step is None:
+        if not self.origin.ours:
             return self.origin.foreign
         assert self.progress.restored is not None
         self._private = scratch.make("resume")
@@ -73,7 +73,7 @@ class TrainingRun:
     @property
     def restores(self) -> bool:
         """Whether this run puts everything back itself, so that the Trainer's own loading has nothing to do."""
-        return self.origin.step is not None and self.origin.foreign is None
+        return self.origin.ours
 
     # -- hooks, in the order in which a training comes to them
 
@@ -91,14 +91,17 @@ class TrainingRun:
         checkpointer = self._checkpointer = prospect.checkpointer(state)
         handler = trainer.callback_handler
         self.saves = Saves(trainer, self._root, handler.on_save)
-        handler.on_save = lambda args, state, control: control
+        handler.on_save = _heard_later
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
-            checkpointer.begin_at(self.origin.step or 0)
-            self._snapshot_at = trainer.state.global_step
+            checkpointer.begin_at(self.origin.step)
+            self._snapshot_at = self._flushed_at = self.origin.step
             return
-        assert self.origin.step is not None
-        checkpointer.load(step=self.origin.step)
+        if self.origin.found is not None:
+            checkpointer.load_found(self.origin.found, explicit=self.origin.explicit)
+        else:
+            assert self.origin.elsewhere is not None
+            checkpointer.load_elsewhere(self.origin.elsewhere)
         trainer_progress.put_back(trainer, self.progress)
         self._put_back_loss()
         self.data.restore = checkpointer._restore_generators
@@ -228,6 +231,12 @@ class TrainingRun:
         vars(self._trainer.callback_handler).pop("on_save", None)
         if self._private is not None:
             scratch.remove(self._private)
+
+
+def _heard_later(args: Any, state: Any, control: Any) -> Any:
+    """In the place of the event on_save: the checkpoint is not there yet."""
+    control.should_save = False
+    return control
 
 
 class RunCallback(TrainerCallback):  # type: ignore[misc]
