@@ -24,6 +24,7 @@ from easyckpt.events import Restored as RestoredEvent
 from easyckpt.events import Stats, Warned
 from easyckpt.format.layout import MAX_STEP
 from easyckpt.ground import Ground
+from easyckpt.loading.elsewhere import restore_elsewhere
 from easyckpt.loading.loader import Outcome, Restored
 from easyckpt.saving.line import Origin
 from easyckpt.saving.metrics import COMPONENT as METRICS
@@ -145,6 +146,31 @@ class Checkpointer:
         none of your objects, before all ranks have verified all that they will apply. Raises StateMismatch,
         WorldSizeChanged, DamagedCheckpoint (nothing was applied) or PartlyApplied (build the objects anew).
         """
+        return self._load(step=step, strict=strict, components=components, explicit=step is not None)
+
+    @guarded
+    def load_found(self, found: Restored, *, explicit: bool) -> Restored:
+        """Restore what a Prospect has found before. `explicit`: the user has named that very step."""
+        return self._load(step=found.step, strict=True, components=None, explicit=explicit)
+
+    @guarded
+    def load_elsewhere(self, path: str) -> Restored:
+        """Restore from the one checkpoint in the directory `path`, of any root: a new line begins at its step here."""
+        self._check_open()
+        restored = restore_elsewhere(
+            path,
+            self._parts.capture.components,
+            None,
+            channel=self._channel,
+            ranks=self._ranks,
+            open_checkpoint=self._opened.dialect.open,
+            timeout=self._config.peer_timeout,
+        )
+        self._begin_at(restored.step)
+        self._generators = RngComponent().value()
+        return restored
+
+    def _load(self, *, step: int | None, strict: bool, components: Collection[str] | None, explicit: bool) -> Restored:
         self._check_open()
         check_names(components)
         begun = time.perf_counter()
@@ -157,7 +183,6 @@ class Checkpointer:
             self._broken = error
             raise
         restored = dataclasses.replace(outcome.restored, metrics=dict(self._metrics.latest))
-        explicit = step is not None
         adopted = (str(restored.timeline), restored.step) if restored.tier == "memory" else None
         self._saver.go_on_from(
             Origin(restored.step, restored.timeline, explicit), adopted=adopted, committed=outcome.newest_committed
@@ -188,6 +213,9 @@ class Checkpointer:
     @guarded
     def begin_at(self, step: int) -> None:
         """Your objects are at `step` by other means than `load` (0: from nothing): the next save opens a line."""
+        self._begin_at(step)
+
+    def _begin_at(self, step: int) -> None:
         self._check_open()
         self._saver.go_on_from(Origin(step, None, explicit=True), adopted=None, committed=-1)
         self._step = step if step else -1

@@ -16,6 +16,7 @@ from easyckpt.config_sources import resolve
 from easyckpt.dialects import Dialect
 from easyckpt.engine import Checkpointer
 from easyckpt.ground import Ground
+from easyckpt.loading.elsewhere import restore_elsewhere
 from easyckpt.loading.loader import Loader, Restored
 from easyckpt.loading.reader import run_now
 from easyckpt.settings import Settings
@@ -84,6 +85,24 @@ class Prospect:
             emit=ground.events.emit,
         )
         return loader.load(step=step, strict=True, components=tuple(state)).restored
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that one rank waits for another."""
+        return self._ground.config.peer_timeout
+
+    def look_elsewhere(self, path: str, state: Mapping[str, Any]) -> Restored:
+        """As `look`, in the checkpoint whose directory is `path`, in any root: it is only read."""
+        live = StateCapture(state).components
+        return restore_elsewhere(
+            path,
+            live,
+            tuple(state),
+            channel=self.channel,
+            ranks=self.ranks,
+            open_checkpoint=self._ground.opened.dialect.open,
+            timeout=self.timeout,
+        )
 
     def checkpointer(self, state: Mapping[str, Any], kind: type[Checkpointer] = Checkpointer) -> Checkpointer:
         """The Checkpointer of `state` in this root; this object is of no use any more."""

@@ -94,6 +94,12 @@ class RootRecord:
             line = known[line.parent]
         return result
 
+    @property
+    def begun_at(self) -> int:
+        """The step at which the line that is open began, of what is in no checkpoint of ours; 0: from nothing."""
+        known = {line.id: line for line in self.timelines}
+        return known[self.ancestry()[-1][0]].fork_step if self.timelines else 0
+
     def on_ancestry(self, timeline: str, step: int) -> bool:
         """Does `step` of `timeline` lie in the past of the newest timeline?"""
         return any(name == timeline and (limit is None or step <= limit) for name, limit in self.ancestry())

@@ -140,10 +140,9 @@ def _make_way(context: CommitContext, final: str, manifest: Manifest) -> None:
 
 def _set_aside(context: CommitContext, entry: catalog.Entry, manifest: Manifest) -> None:
     """What another line, or the framework itself, has under this number stays, under another name."""
-    storage, stale = context.storage, context.naming.stale(entry.step, manifest.timeline)
+    word = manifest.timeline if entry.kind == "committed" else f"foreign-{secrets.token_hex(4)}"
+    storage, stale = context.storage, context.naming.stale(entry.step, word)
     context.check_lease()
-    if storage.exists(stale):
-        stale = context.naming.trash(entry.name, secrets.token_hex(4))
     logger.warning("%s is not of this line of training, which needs its number: set aside as %s", entry.name, stale)
     storage.rename(entry.name, stale)
     storage.sync_dir("")

@@ -140,9 +140,11 @@ def _set_aside(context: CommitContext, record: RootRecord, fork: int) -> int:
                 kept.append(entry.step)
             continue
         abandoned_by = _abandoned_by(record, timeline, entry.step)
-        stale = naming.stale(entry.step, abandoned_by.id)
+        # What another program wrote stays: no line's name is on it.
+        word = abandoned_by.id if entry.kind == "committed" else f"foreign-{secrets.token_hex(4)}"
+        stale = naming.stale(entry.step, word)
         context.check_lease()
-        until = "" if abandoned_by.explicit else ", and deleted with the next commit"
+        until = "" if abandoned_by.explicit or entry.kind == "foreign" else ", and deleted with the next commit"
         logger.warning(
             "%s lies past step %d, where training goes on from: set aside as %s%s", entry.name, fork, stale, until
         )

@@ -1,4 +1,4 @@
-"""Where a call of ``train()`` goes on from."""
+"""Where a call of ``train()`` goes on from, agreed by all ranks before anything is changed."""
 
 from __future__ import annotations
 
@@ -8,39 +8,149 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from easyckpt.errors import ConfigError
+from easyckpt import catalog
+from easyckpt.catalog import Entry
+from easyckpt.distributed.agree import done_by_rank_0
+from easyckpt.errors import ConfigError, DamagedCheckpoint
+from easyckpt.format import layout
+from easyckpt.format.manifest import RootRecord
 from easyckpt.format.trainer_names import TrainerNaming
+from easyckpt.integrations.transformers import stock
+from easyckpt.loading.loader import Restored
 from easyckpt.prospect import Prospect
 
 _log = logging.getLogger("easyckpt")
+_NAMING = TrainerNaming()
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """What a run goes on from."""
 
-    step: int | None = None
-    """Finished steps; None: it begins anew."""
+    step: int = 0
+    """Finished steps."""
+    found: Restored | None = None
+    """A state of ours in this root."""
     foreign: str | None = None
-    """The directory of a checkpoint that the Trainer itself is to load; None: ours."""
+    """The directory of a checkpoint that the Trainer wrote by itself."""
+    elsewhere: str | None = None
+    """The directory of a checkpoint of ours in another root."""
+    explicit: bool = False
+    """It was named, and is not the newest."""
+
+    @property
+    def ours(self) -> bool:
+        """The whole state is put back by us."""
+        return self.found is not None or self.elsewhere is not None
 
 
 def find_origin(prospect: Prospect, resume: Any, state: Mapping[str, Any]) -> Origin:
-    """Find what `resume` (as ``train(resume_from_checkpoint=…)`` takes it) means; `state` is restored from it.
+    """Find what `resume` (as ``train(resume_from_checkpoint=…)`` takes it) means, and restore `state` from it.
 
-    All ranks call it and get the same. Raises as Checkpointer.load does.
+    All ranks call it and get the same. Raises as Checkpointer.load does, ConfigError for a path where nothing is.
     """
     if resume is None or resume is False:
         return Origin()
     if resume is True:
-        restored = prospect.look(state)
-        if restored.tier is None:
-            _log.warning("nothing to resume from in %s: training starts from scratch", prospect.root)
-            return Origin()
-        return Origin(restored.step)
-    path = os.fspath(resume)
-    parent, name = os.path.split(os.path.realpath(path))
-    step = TrainerNaming().parse_committed(name)
+        return _newest(prospect, state)
+    path = os.path.realpath(os.path.expanduser(os.fspath(resume)))
+    answer = _by_rank_0(prospect, "the checkpoint that was named", lambda: _told(prospect, path))
+    if answer["kind"] == "newest":
+        return _newest(prospect, state)
+    if answer["kind"] == "here":
+        found = prospect.look(state, step=answer["step"])
+        return Origin(found.step, found=found, explicit=True)
+    if answer["kind"] == "elsewhere":
+        found = prospect.look_elsewhere(path, state)
+        return Origin(found.step, elsewhere=path, explicit=True)
+    _say_foreign(path)
+    return Origin(answer["step"], foreign=path, explicit=True)
+
+
+def _told(prospect: Prospect, path: str) -> dict[str, Any]:
+    """Rank 0: what the directory `path` is."""
+    if not os.path.isdir(path):
+        raise ConfigError(f"resume_from_checkpoint={path!r}: no such directory")
+    parent, name = os.path.split(path)
+    step = _NAMING.parse_committed(name)
+    has_manifest = os.path.lexists(os.path.join(path, layout.MANIFEST))
     if parent == os.path.realpath(prospect.root) and step is not None:
-        return Origin(prospect.look(state, step=step).step)
-    raise ConfigError(f"resume_from_checkpoint={path!r} is no checkpoint of {prospect.root}")
+        found = catalog.scan(prospect.storage, _NAMING)
+        steps = [entry.step for entry in found.entries if entry.valid or entry.kind == "foreign"]
+        if step == max(steps, default=None):
+            return {"kind": "newest"}
+        if has_manifest:
+            return {"kind": "here", "step": step}
+    elif has_manifest:
+        return {"kind": "elsewhere"}
+    reason = stock.problem(path, world_size=prospect.ranks.world_size)
+    if reason is not None:
+        raise DamagedCheckpoint(f"{path} cannot be resumed from: {reason}")
+    return {"kind": "foreign", "step": stock.step_of(path)}
+
+
+def _newest(prospect: Prospect, state: Mapping[str, Any]) -> Origin:
+    """The newest that is whole: of ours, in memory or on storage, and of what the Trainer wrote by itself."""
+    found, failure = None, None
+    try:
+        found = prospect.look(state)
+    except DamagedCheckpoint as error:
+        failure = error
+    have = -1 if found is None or found.tier is None else found.step
+    answer = _by_rank_0(prospect, "checkpoints of the Trainer's own", lambda: _newest_foreign(prospect, have))
+    if answer["path"] is not None:
+        _say_foreign(answer["path"])
+        return Origin(answer["step"], foreign=answer["path"])
+    if failure is not None:
+        raise failure
+    if answer["damaged"] and have < 0:
+        raise DamagedCheckpoint(
+            f"none of the checkpoints in {prospect.root} can be resumed from, and training is not started from nothing "
+            f"by itself: {'; '.join(answer['damaged'])}. Train without resume_from_checkpoint to begin anew."
+        )
+    if found is None or found.tier is None:
+        _log.warning("nothing to resume from in %s: training starts from scratch", prospect.root)
+        return Origin()
+    return Origin(found.step, found=found)
+
+
+def _newest_foreign(prospect: Prospect, have: int) -> dict[str, Any]:
+    """Rank 0: the newest whole checkpoint without a manifest that is newer than step `have`."""
+    storage = prospect.storage
+    found, record = catalog.scan(storage, _NAMING), catalog.read_root(storage)
+    damaged: list[str] = []
+    for entry in reversed(found.of_kind("foreign")):
+        path = os.path.join(storage.root, entry.name)
+        if entry.step <= have or not _counts(record, entry, path):
+            continue
+        reason = stock.problem(path, world_size=prospect.ranks.world_size)
+        if reason is None:
+            return {"path": path, "step": entry.step, "damaged": damaged}
+        _log.warning("%s cannot be resumed from and is passed over: %s", path, reason)
+        damaged.append(f"{entry.name}: {reason}")
+    return {"path": None, "step": -1, "damaged": damaged}
+
+
+def _counts(record: RootRecord | None, entry: Entry, path: str) -> bool:
+    """Whether the line of training that is open has gone on from a foreign checkpoint, or that is younger than it."""
+    if record is None or not record.timelines:
+        return True
+    if entry.step <= record.begun_at:
+        return True
+    try:
+        return os.stat(os.path.join(path, stock.STATE)).st_mtime > record.timelines[-1].opened
+    except OSError:
+        return False
+
+
+def _say_foreign(path: str) -> None:
+    _log.warning(
+        "%s was written by the Trainer itself: it has no checksums, nor all of the place in the data; what is "
+        "saved from now on has both",
+        path,
+    )
+
+
+def _by_rank_0(prospect: Prospect, what: str, work: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = done_by_rank_0(prospect.channel, prospect.ranks, what, work, prospect.timeout)
+    return answer

@@ -51,7 +51,7 @@ class TrainingRun:
         self._checkpointer: Checkpointer | None = None
         self._private: str | None = None
         self._in_epoch_end = self._requested = False
-        self._snapshot_at = self._flushed_at = -1
+        self._snapshot_at = self._flushed_at = self._counted_at = -1
         self._best: list[int] = []
         self._first_loss: torch.Tensor | None = None
         try:
@@ -63,7 +63,7 @@ class TrainingRun:
 
     def _path_for_trainer(self) -> str | None:
         """What the Trainer is to resume from: its own checkpoint, or a directory that only holds its state file."""
-        if self.origin.foreign is not None or self.origin.step is None:
+        if not self.origin.ours:
             return self.origin.foreign
         assert self.progress.restored is not None
         self._private = scratch.make("resume")
@@ -73,7 +73,7 @@ class TrainingRun:
     @property
     def restores(self) -> bool:
         """Whether this run puts everything back itself, so that the Trainer's own loading has nothing to do."""
-        return self.origin.step is not None and self.origin.foreign is None
+        return self.origin.ours
 
     # -- hooks, in the order in which a training comes to them
 
@@ -91,20 +91,23 @@ class TrainingRun:
         checkpointer = self._checkpointer = prospect.checkpointer(state)
         handler = trainer.callback_handler
         self.saves = Saves(trainer, self._root, handler.on_save)
-        handler.on_save = lambda args, state, control: control
+        handler.on_save = _heard_later
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
-            checkpointer.begin_at(self.origin.step or 0)
-            self._snapshot_at = trainer.state.global_step
+            checkpointer.begin_at(self.origin.step)
+            self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
             return
-        assert self.origin.step is not None
-        checkpointer.load(step=self.origin.step)
+        if self.origin.found is not None:
+            checkpointer.load_found(self.origin.found, explicit=self.origin.explicit)
+        else:
+            assert self.origin.elsewhere is not None
+            checkpointer.load_elsewhere(self.origin.elsewhere)
         trainer_progress.put_back(trainer, self.progress)
         self._put_back_loss()
         self.data.restore = checkpointer._restore_generators
         if trainer.args.ignore_data_skip:
             self.data.resumed = None
-        self._snapshot_at = self._flushed_at = self.origin.step
+        self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
 
     def _put_back_loss(self) -> None:
         assert self.progress.restored is not None
@@ -127,8 +130,7 @@ class TrainingRun:
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
         self._in_epoch_end = False
-        if self.data.at_boundary:
-            self.data.restore()
+        self.data.begin_epoch()
 
     def end_epoch(self) -> None:
         """The last step of a pass has ended; what belongs to the end of the epoch comes now."""
@@ -161,6 +163,9 @@ class TrainingRun:
             return
         self.progress.loss = loss.detach()
         step = trainer.state.global_step
+        if step > self._counted_at:
+            self.data.place.updates += step - self._counted_at
+            self._counted_at = step
         if not self._in_epoch_end and self._epoch_ends():
             return
         preempted = step > self._snapshot_at and checkpointer.preempted
@@ -228,6 +233,12 @@ class TrainingRun:
         vars(self._trainer.callback_handler).pop("on_save", None)
         if self._private is not None:
             scratch.remove(self._private)
+
+
+def _heard_later(args: Any, state: Any, control: Any) -> Any:
+    """In the place of the event on_save: the checkpoint is not there yet."""
+    control.should_save = False
+    return control
 
 
 class RunCallback(TrainerCallback):  # type: ignore[misc]

@@ -76,6 +76,11 @@ def problem(directory: str, *, world_size: int = 1) -> str | None:
     return None
 
 
+def step_of(directory: str) -> int:
+    """The step of a checkpoint that has no `problem`."""
+    return int(json.loads(LocalStorage(directory).read(STATE))["global_step"])
+
+
 def load_pickle(path: str, *, mapped: bool = False) -> Any:
     """What torch.save wrote to one of the Trainer's own files; tensors on the CPU, or `mapped` out of the file.
 
