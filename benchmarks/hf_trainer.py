@@ -1,6 +1,6 @@
 """Hugging Face's Trainer: what does a save cost when it is stock, wrapped by easyckpt, or DLRover's?
 
-A GPT-2 with 124 million parameters (1.5 GB of state) on the CPU, random tokens, twelve steps with a save every four.
+A GPT-2 with 124 million parameters (1.5 GB of state) on the CPU, random tokens, twelve steps with a save every three.
 Each training is a process of its own; the variants take turns, in another order each round, and ratios are formed
 within a round. What is measured is chosen so that it does not favour easyckpt:
 
@@ -36,7 +36,7 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
-from benchmarks.hf_trainer_job import EVERY, STEPS, WARM
+from benchmarks.hf_trainer_job import EVERY, FIGURES, STEPS, WARM
 from benchmarks.peers import dlrover
 
 SAVING = ("stock", "DLRover", "easyckpt")
@@ -75,7 +75,10 @@ def one_training(variant: str, size: str) -> dict[str, Any]:
             command, cwd=common.HERE.parent, env=environment, stdout=said, stderr=said, start_new_session=True
         )
         try:
-            code = process.wait(SECONDS)
+            code: int | None = process.wait(SECONDS)
+            if code == 0:
+                figures: dict[str, Any] = json.loads(Path(directory, FIGURES).read_text())
+                return figures
         except subprocess.TimeoutExpired:
             code = None
         finally:
@@ -84,11 +87,8 @@ def one_training(variant: str, size: str) -> dict[str, Any]:
             os.sync()
         said.seek(0)
         lines = [line.strip() for line in said if line.strip()]
-    if code != 0:
-        errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-        raise Failed(f"not ended after {SECONDS} s" if code is None else (errors or lines or ["no output"])[-1][:300])
-    found: dict[str, Any] = json.loads(next(line for line in reversed(lines) if line.startswith('{"parameters')))
-    return found
+    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+    raise Failed(f"not ended after {SECONDS} s" if code is None else (errors or lines or ["no output"])[-1][:300])
 
 
 def end(process: subprocess.Popen[str]) -> None:
