@@ -8,10 +8,9 @@ from typing import Protocol
 
 import torch
 
-from easyckpt.errors import DamagedCheckpoint
 from easyckpt.format.canonical import Json, dumps
-from easyckpt.format.codec import Path, path_text, path_to_json
-from easyckpt.format.image import Layout, Leaf, LeafSpec
+from easyckpt.format.codec import Path, path_to_json
+from easyckpt.format.image import Layout, LeafSpec
 
 OnBytes = Callable[[int], None]
 
@@ -74,17 +73,3 @@ class Source(Protocol):
 def place(path: Path) -> bytes:
     """A key for `path` that tells 1 from True and 1.0."""
     return dumps(path_to_json(path))
-
-
-def by_place(first: Layout) -> dict[bytes, int]:
-    """Numbers of the leaves in rank 0's layout that all ranks share."""
-    return {place(leaf.path): number for number, leaf in enumerate(first.leaves) if leaf.replicated}
-
-
-def twin_of(leaf: Leaf, first: Layout, numbers: dict[bytes, int], where: str) -> int:
-    """The number of `leaf` in rank 0's layout. Raises DamagedCheckpoint where rank 0 does not have it."""
-    number = numbers.get(place(leaf.path))
-    twin = None if number is None else first.leaves[number]
-    if number is None or twin is None or (twin.dtype, twin.shape, twin.order) != (leaf.dtype, leaf.shape, leaf.order):
-        raise DamagedCheckpoint(f"{where}: {path_text(leaf.path)[:200]} is replicated, and rank 0 does not hold it")
-    return number

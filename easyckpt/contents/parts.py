@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from easyckpt.contents.chunks import ChunkedFile, digests_of, opened
-from easyckpt.contents.held import Held, OnBytes, by_place, ignore, twin_of
+from easyckpt.contents.held import Held, OnBytes, ignore
 from easyckpt.errors import DamagedCheckpoint, FormatError
 from easyckpt.format.checksum import file_digest
 from easyckpt.format.dtypes import ITEM_BYTES
 from easyckpt.format.image import Leaf
 from easyckpt.format.layout import MANIFEST
 from easyckpt.format.manifest import Manifest
-from easyckpt.format.parts import CARRIED, Part, Place, read_part
+from easyckpt.format.parts import CARRIED, Part, Place, locate, read_part
 from easyckpt.storage.base import Storage
 
 
@@ -35,18 +35,14 @@ class Parts:
     def held(self, rank: int) -> Held:
         """See `Source`."""
         part = self._part(rank)
-        first = part if rank == 0 else self._part(0)
-        numbers = by_place(first.layout)
-        stretches, written = [], []
-        for leaf, own in zip(part.layout.leaves, part.places, strict=True):
-            owner, there = part, own
-            if there is None and leaf.nbytes:  # as the part was checked, another rank wrote it
-                owner, there = first, first.places[twin_of(leaf, first.layout, numbers, self._where)]
-                if there is None:
-                    raise DamagedCheckpoint(f"{self._where}: nobody says where {leaf.path!r} is")
-            stretches.append(_Placed(leaf, there or (CARRIED, 0), owner, self))
-            written.append(own is not None or not leaf.replicated)
-        return Held(part.layout, part.objects, stretches, written)
+        try:
+            located = locate(part, part if rank == 0 else self._part(0))
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{self._where}: {error}") from None
+        stretches = [
+            _Placed(leaf, there, owner, self) for leaf, (owner, there) in zip(part.layout.leaves, located, strict=True)
+        ]
+        return Held(part.layout, part.objects, stretches, part.written)
 
     def _part(self, rank: int) -> Part:
         if rank == 0 and self._first is not None:

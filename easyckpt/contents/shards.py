@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from easyckpt.contents.chunks import ChunkedFile
-from easyckpt.contents.held import Held, OnBytes, by_place, twin_of
+from easyckpt.contents.held import Held, OnBytes, place
 from easyckpt.errors import DamagedCheckpoint
 from easyckpt.format.codec import path_text
 from easyckpt.format.dtypes import ITEM_BYTES
@@ -31,11 +31,16 @@ class Shards:
         shared = not index.shard.write_replicated and rank != 0
         own = self._shard(index)
         first = self._index(0) if shared else index
-        owner, numbers = self._shard(first), by_place(first.layout) if shared else {}
+        owner = self._shard(first)
+        twins = {place(leaf.path): leaf for leaf in first.layout.leaves if leaf.replicated} if shared else {}
         stretches, written = [], []
         for leaf in index.layout.leaves:
             mine = not (shared and leaf.replicated)
-            twin = leaf if mine else first.layout.leaves[twin_of(leaf, first.layout, numbers, own.where)]
+            twin = leaf if mine else twins.get(place(leaf.path))
+            if twin is None or (twin.dtype, twin.shape, twin.order) != (leaf.dtype, leaf.shape, leaf.order):
+                raise DamagedCheckpoint(
+                    f"{own.where}: {path_text(leaf.path)[:200]} is replicated, and rank 0 does not hold it"
+                )
             stretches.append(_Stored(twin, own, index) if mine else _Stored(twin, owner, first))
             written.append(mine)
         return Held(index.layout, index.objects, stretches, written)
