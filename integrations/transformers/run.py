@@ -10,11 +10,13 @@ import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
+from easyckpt import ending
 from easyckpt.dialects import of_trainer
 from easyckpt.engine import Checkpointer
 from easyckpt.integrations.transformers import data as training_data
@@ -249,8 +251,14 @@ class TrainingRun:
             if self._prospect is not None:
                 last_first.callback(self._prospect.close)
             if self._checkpointer is not None:
-                end = self._checkpointer.leave if error is None else self._checkpointer.abandon
-                last_first.callback(end)
+                last_first.callback(self._end_of(self._checkpointer, error))
+
+    @staticmethod
+    def _end_of(checkpointer: Checkpointer, error: BaseException | None) -> Callable[[], None]:
+        """How it lets go. A program that ends itself in the middle, and well, has its newest snapshot committed."""
+        if error is None:
+            return checkpointer.leave
+        return checkpointer.close if ending.is_clean(error) else checkpointer.abandon
 
     def _tidy(self) -> None:
         self.progress.trainer = None
