@@ -1,4 +1,4 @@
-"""Which batches were trained on, and the randomness of those to come: the position in a Trainer's training data.
+"""Which batches were trained on, and the randomness of those to come: the position in data that are read ahead.
 
 accelerate's loaders read one batch ahead, so at the end of a step the next batch has been made already, with numbers
 that the global generators gave for it. A resumed job makes that batch anew: with the generators as they were right
