@@ -5,9 +5,8 @@ that the global generators gave for it. A resumed job makes that batch anew: wit
 before, and afterwards it goes on with them as they were at the snapshot. So nothing that is drawn differs from a run
 that never stopped, nor from one that is not wrapped.
 
-Two things differ from the unwrapped Trainer, since they could not be resumed exactly else. Worker processes are seeded
-anew for each batch of a data set with indices. And persistent workers begin each pass with the global generators as
-they were before, since making workers draws from them once in a process, not once a pass.
+One thing differs from the unwrapped Trainer, since it could not be resumed exactly else: worker processes are seeded
+anew for each batch of a data set with indices.
 """
 
 from __future__ import annotations
@@ -35,7 +34,9 @@ class Place:
     epoch: int = 0
     """The pass over the data, counted as the Trainer does."""
     consumed: int = 0
-    """Batches of it that were trained on."""
+    """Batches of it that this rank has read and that were trained on."""
+    updates: int = 0
+    """Optimizer steps in it; the same on all ranks."""
     finished: bool = False
     """The pass is over."""
     start: dict[str, Any] = field(default_factory=dict)
@@ -49,6 +50,18 @@ class Place:
     """The loader's own generators now."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the batches come from the loader to the program."""
+
+    outer: Any = None
+    """The loader of accelerate's that iterates; None: the program does."""
+    group: int = 0
+    """Batches that are read ahead together."""
+    fetches: bool = True
+    """This rank reads; else another one reads for it."""
+
+
 class TrainingData:
     """The position, as a component of the state. One loader at a time reports to it."""
 
@@ -59,39 +72,39 @@ class TrainingData:
         """Where the next pass is to begin, after a load; None once it has."""
         self.restore: Callable[[], None] = lambda: None
         """Puts the global generators where the snapshot had them."""
+        self._exhausted = True
         self.on_batch: Callable[[str, Any], None] | None = None
         """Hears of each batch that was made, for an audit."""
-        self.reads_ahead = True
-        """Whoever iterates fetches one batch more than it hands out."""
-        self.untracked: Any = None
-        """The loader whose passes do not go through this, if that is so."""
+        self.reading = Reading()
         self.skip = 0
         """Batches that the next pass is to skip where no load of ours says where it begins."""
-        self._fetched = 0
-        self._exhausted = True
+        self._begun = False
+        self._fetched = self._ahead_from = 0
         self._generators: dict[str, torch.Generator] = {}
 
     @property
     def at_end(self) -> bool:
-        """No batch of the pass is left."""
-        if self.untracked is not None:
-            return bool(getattr(self.untracked, "end_of_dataloader", False))
-        return self._exhausted
+        """No batch of the pass is left: what was handed out last is its last."""
+        outer = self.reading.outer
+        return self._exhausted if outer is None else bool(getattr(outer, "end_of_dataloader", False))
 
-    @property
-    def at_boundary(self) -> bool:
-        """A load has put the position between two passes: the next one begins with the generators of the snapshot."""
-        return self.resumed is not None and (self.resumed.finished or self.resumed.consumed == 0)
+    def next_update(self) -> tuple[int, int]:
+        """(pass, optimizer steps in it) that training goes on behind after a load."""
+        return (self.place.epoch + 1, 0) if self.place.finished else (self.place.epoch, self.place.updates)
 
-    def next_batch(self) -> tuple[int, int]:
-        """(pass, batch in it) that training goes on with after a load."""
-        return (self.place.epoch + 1, 0) if self.place.finished else (self.place.epoch, self.place.consumed)
+    def begin_epoch(self) -> None:
+        """A pass begins, or is gone on with. Behind one that was finished before a load, with its generators."""
+        if self.resumed is None or self.resumed.finished:
+            self.place = Place(epoch=self.place.epoch + 1 if self._begun else 0)
+        if self.resumed is not None and self.resumed.finished:
+            self.restore()
+        self._begun = True
 
     def state_dict(self) -> dict[str, Any]:
         """The position at the end of a step: what was read ahead is not consumed."""
         place = self.place
-        ahead = 1 if self.reads_ahead and self._fetched and not self._exhausted else 0
-        place.consumed, place.finished = self._fetched - ahead, self._exhausted
+        place.finished = self.at_end
+        place.consumed = self._fetched if place.finished or not self.reading.group else self._ahead_from
         for part, generator in self._generators.items():
             place.own[part] = generator.get_state()
         return {name: getattr(place, name) for name in Place.__slots__}
@@ -99,34 +112,40 @@ class TrainingData:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on there."""
         place = Place(**{name: state[name] for name in Place.__slots__})
-        self.place, self.resumed = place, place
-        self._fetched, self._exhausted = place.consumed, place.finished
+        self.place, self.resumed = place, place if place.finished or place.updates else None
+        self._fetched = self._ahead_from = place.consumed
+        self._begun = True
 
     def begin_pass(self, loader: Any, epoch: int) -> Iterator[Any]:
         """The batches of the pass `epoch` over `loader`, a torch DataLoader, that were not consumed yet."""
         resumed, self.resumed = self.resumed, None
         own = self._generators = _all_generators(loader)
-        if resumed is not None and (resumed.finished or resumed.consumed == 0):
+        continues = resumed is not None and resumed.finished
+        if resumed is not None and continues:
             _set_all(own, resumed.own)
             resumed = None
         if resumed is None:
-            self.place = Place(epoch=epoch, consumed=self.skip)
+            self.place.epoch, self.place.consumed = epoch, self.skip
         self.skip = 0
-        self._fetched = self.place.consumed
+        self._fetched = self._ahead_from = self.place.consumed
         self._exhausted = False
-        return self._hand_out(_Pass(self, loader, own, dataclasses.replace(resumed) if resumed else None))
+        behind = None if resumed is None else dataclasses.replace(resumed)
+        a_pass = _Pass(self, loader, own, behind, continues)
+        # Now, not at the first batch: where another rank reads for this one, its generators must come to the same.
+        return self._hand_out(a_pass, a_pass.open())
 
-    def _hand_out(self, a_pass: _Pass) -> Iterator[Any]:
-        place, resumed = self.place, a_pass.resumed
-        batches = a_pass.open()
-        read_again = resumed is not None and self.reads_ahead
+    def _hand_out(self, a_pass: _Pass, batches: Iterator[Any]) -> Iterator[Any]:
+        place, group = self.place, self.reading.group
         for number in itertools.count():
-            if number == 1 and read_again:
+            if a_pass.resumed is not None and number == group > 0:
                 a_pass.set_now()
-            place.ahead, place.own_ahead = host_generators(), _states(a_pass.own)
+            if number % max(1, group) == 0:
+                place.ahead, place.own_ahead = host_generators(), _states(a_pass.own)
             batch = next(batches, _END)
             if batch is _END:
                 break
+            if number % max(1, group) == 0:
+                self._ahead_from = self._fetched
             self._fetched += 1
             if self.on_batch is not None:
                 self.on_batch("train", batch)
@@ -142,6 +161,8 @@ class _Pass:
     loader: Any
     own: dict[str, torch.Generator]
     resumed: Place | None
+    continues: bool
+    """It follows a pass that was finished before the load."""
     before: dict[str, Any] = field(default_factory=host_generators)
     own_before: dict[str, torch.Tensor] = field(default_factory=dict)
     seed_base: bytes = b""
@@ -167,7 +188,7 @@ class _Pass:
         """When what was consumed is skipped, and the first batch that was not is about to be made."""
         if self.resumed is None:
             return
-        if self.data.reads_ahead:  # it was made before the snapshot
+        if self.data.reading.group and self.data.reading.fetches:  # it was made before the snapshot
             set_host_generators(self.resumed.ahead)
             self._set_own(self.resumed.own_ahead)
         else:
@@ -180,7 +201,7 @@ class _Pass:
         self._set_own(self.resumed.own)
 
     def _skip(self) -> int:
-        return self.data.place.consumed
+        return self.data.place.consumed if self.data.reading.fetches else 0
 
     def _at_start(self) -> None:
         """When the first index of the pass is about to be drawn."""
@@ -189,7 +210,8 @@ class _Pass:
             set_host_generators(place.start)
             _set_all(self.own, place.own_start)
             return
-        if getattr(self.loader, "persistent_workers", False):
+        if self.continues and getattr(self.loader, "persistent_workers", False):
+            # Making workers draws a number. The run that never stopped made them in its first pass.
             set_host_generators(self.before)
             _set_all(self.own, self.own_before)
         place.start, place.own_start = host_generators(), _states(self.own)
@@ -217,9 +239,11 @@ def _all_generators(loader: Any) -> dict[str, torch.Generator]:
         for part, generator in own_generators(level).items():
             if not any(generator is known for known in found.values()):
                 found[f"{name}.{part}"] = generator
-        level, name = getattr(level, "batch_sampler", None) or getattr(level, "sampler", None), f"{name}.sampler"
+        inside = getattr(level, "batch_sampler", None)
+        level = getattr(level, "sampler", None) if inside is None else inside
         if level is None:
             break
+        name = f"{name}.sampler"
     return found
 
 
@@ -274,17 +298,23 @@ def skip_batches(loader: Any, count: int) -> bool:
 def track(loader: Any, data: TrainingData) -> Any:
     """Have the passes over `loader` go through `data`. Returns what is to be iterated in its place; itself, mostly.
 
-    A loader that is neither torch's nor one of accelerate's that read on every rank is left as it is.
+    A loader that is neither torch's nor one of accelerate's is left as it is.
     """
     kind = type(loader).__name__
-    if is_tracked(loader):
-        return loader
     if kind == "DataLoaderShard":
-        loader.base_dataloader = TrackedLoader(loader.base_dataloader, data, lambda: int(loader.iteration))
-        data.reads_ahead = True
+        data.reading = Reading(loader, 1)
+    elif kind == "DataLoaderDispatcher":
+        group = 1 if loader.split_batches else int(loader.state.num_processes)
+        data.reading = Reading(loader, group, fetches=int(loader.state.process_index) == 0)
+    elif isinstance(loader, DataLoader):
+        data.reading = Reading()
+    else:
+        data.reading = Reading(loader)
         return loader
-    if isinstance(loader, DataLoader) and kind != "DataLoaderDispatcher":
-        data.reads_ahead = False
-        return TrackedLoader(loader, data, lambda: data.place.epoch + 1 if data.place.start else 0)
-    data.untracked = loader
+    if is_tracked(loader):  # one that the program keeps
+        vars(vars(loader).get("base_dataloader", loader))["_data"] = data
+    elif data.reading.outer is not None:
+        loader.base_dataloader = TrackedLoader(loader.base_dataloader, data, lambda: int(loader.iteration))
+    else:
+        return TrackedLoader(loader, data, lambda: data.place.epoch)
     return loader

@@ -51,7 +51,7 @@ class TrainingRun:
         self._checkpointer: Checkpointer | None = None
         self._private: str | None = None
         self._in_epoch_end = self._requested = False
-        self._snapshot_at = self._flushed_at = -1
+        self._snapshot_at = self._flushed_at = self._counted_at = -1
         self._best: list[int] = []
         self._first_loss: torch.Tensor | None = None
         try:
@@ -95,7 +95,7 @@ class TrainingRun:
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
             checkpointer.begin_at(self.origin.step)
-            self._snapshot_at = self._flushed_at = self.origin.step
+            self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
             return
         if self.origin.found is not None:
             checkpointer.load_found(self.origin.found, explicit=self.origin.explicit)
@@ -107,7 +107,7 @@ class TrainingRun:
         self.data.restore = checkpointer._restore_generators
         if trainer.args.ignore_data_skip:
             self.data.resumed = None
-        self._snapshot_at = self._flushed_at = self.origin.step
+        self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
 
     def _put_back_loss(self) -> None:
         assert self.progress.restored is not None
@@ -130,8 +130,7 @@ class TrainingRun:
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
         self._in_epoch_end = False
-        if self.data.at_boundary:
-            self.data.restore()
+        self.data.begin_epoch()
 
     def end_epoch(self) -> None:
         """The last step of a pass has ended; what belongs to the end of the epoch comes now."""
@@ -164,6 +163,9 @@ class TrainingRun:
             return
         self.progress.loss = loss.detach()
         step = trainer.state.global_step
+        if step > self._counted_at:
+            self.data.place.updates += step - self._counted_at
+            self._counted_at = step
         if not self._in_epoch_end and self._epoch_ends():
             return
         preempted = step > self._snapshot_at and checkpointer.preempted

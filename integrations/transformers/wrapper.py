@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 from transformers import Trainer
 
 from easyckpt.errors import ConfigError
-from easyckpt.integrations.transformers import versions
+from easyckpt.integrations.transformers import synchronous, versions
 from easyckpt.integrations.transformers.options import Options
 from easyckpt.integrations.transformers.run import RunCallback, TrainingRun, track
+from easyckpt.integrations.transformers.synchronous import SynchronousRun
 
 T = TypeVar("T", bound=Trainer)
 
@@ -21,6 +22,7 @@ class Wrapping:
 
     options: Options
     run: TrainingRun | None = None
+    synchronous: SynchronousRun | None = None
 
 
 class Outside:
@@ -30,6 +32,14 @@ class Outside:
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; see TrainerWrapper for what `resume_from_checkpoint` means."""
+        trial = kwargs.get("trial", args[0] if args else None)
+        reason = synchronous.why(self, trial)
+        if reason is not None:
+            self._easyckpt.synchronous = synchronous.SynchronousRun(self, reason, resume_from_checkpoint)
+            try:
+                return super().train(self._easyckpt.synchronous.path, *args, **kwargs)  # type: ignore[misc]
+            finally:
+                self._easyckpt.synchronous = None
         with TrainingRun(self, self._easyckpt.options, resume_from_checkpoint) as run:
             self._easyckpt.run = run
             try:
@@ -60,10 +70,14 @@ class Inside(Trainer):  # type: ignore[misc]
     _easyckpt: Wrapping
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        if self._easyckpt.run is None:
-            super()._save_checkpoint(model, trial, *args, **kwargs)
+        run, stock = self._easyckpt.run, self._easyckpt.synchronous
+        if run is not None:
+            run.request_save()
+        elif stock is not None:
+            write = super()._save_checkpoint
+            stock.save(lambda: write(model, trial, *args, **kwargs), trial)
         else:
-            self._easyckpt.run.request_save()
+            super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if not self._restores():
@@ -90,10 +104,10 @@ class Inside(Trainer):  # type: ignore[misc]
         super()._load_callback_state()
         if self._restores():  # the loops up to 5.0 divide the step inline; see versions.ResumedAt
             assert self._easyckpt.run is not None
-            epoch, batches = self._easyckpt.run.data.next_batch()
+            epoch, updates = self._easyckpt.run.data.next_update()
             self.state.global_step = versions.ResumedAt(self.state.global_step)
             self.state.global_step.epoch = epoch
-            self.state.global_step.updates = batches // self.args.gradient_accumulation_steps
+            self.state.global_step.updates = updates
 
     def _restores(self) -> bool:
         return self._easyckpt.run is not None and self._easyckpt.run.restores

@@ -1,0 +1,162 @@
+"""Trainings whose state is sharded, or is not one run's: the Trainer saves by itself, and what it saves is committed.
+
+A checkpoint counts once its manifest is there: all ranks have written the Trainer's own files before, and they are
+durable. Only then do older ones go. Resuming takes the newest of which every byte is as it was committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from easyckpt import catalog
+from easyckpt.catalog import Entry
+from easyckpt.format import layout
+from easyckpt.format.checksum import ChunkHasher, file_digest
+from easyckpt.format.manifest import FileRecord, Manifest
+from easyckpt.format.trainer_names import TrainerNaming
+from easyckpt.storage.local import LocalStorage
+from easyckpt.verification import verify
+
+_log = logging.getLogger("easyckpt")
+_NAMING = TrainerNaming()
+_PIECE = 8 << 20
+_LINE = "stock"
+
+
+def why(trainer: Any, trial: Any) -> str | None:
+    """Why this training's state is not snapshotted; None where it is."""
+    if trial is not None or trainer.hp_search_backend is not None:
+        return "a hyperparameter search"
+    for name, flag in (
+        ("FSDP", "is_fsdp_enabled"),
+        ("DeepSpeed", "is_deepspeed_enabled"),
+        ("XLA FSDP", "is_fsdp_xla_enabled"),
+    ):
+        if getattr(trainer, flag, False):
+            return name
+    if getattr(trainer, "is_tp_enabled", False) or getattr(trainer, "is_distributed_loading_by_transformers", False):
+        return "a model sharded by tensors"
+    if trainer.args.save_on_each_node and trainer.args.world_size > 1:
+        return "save_on_each_node"
+    return None
+
+
+class SynchronousRun:
+    """One call of ``train()`` that the Trainer saves by itself."""
+
+    restores = False
+
+    def __init__(self, trainer: Any, reason: str, resume: Any) -> None:
+        self._trainer = trainer
+        _log.warning(
+            "%s: the state is saved by the Trainer itself, while training waits, and each checkpoint is committed and "
+            "verified; snapshots in memory and exact resuming are for trainings on one device or with DDP",
+            reason,
+        )
+        self.path = _agreed(lambda: newest_whole(trainer.args.output_dir)) if resume is True else resume
+        if resume is True and self.path is None:
+            _log.warning("nothing to resume from in %s: training starts from scratch", trainer.args.output_dir)
+
+    def save(self, write: Any, trial: Any) -> None:
+        """Have the Trainer `write` its checkpoint, then commit it; older ones go after that."""
+        trainer = self._trainer
+        args, limit = trainer.args, trainer.args.save_total_limit
+        args.save_total_limit = None
+        try:
+            write()
+        finally:
+            args.save_total_limit = limit
+        _meet()
+        if args.should_save:
+            storage = LocalStorage(trainer._get_output_dir(trial=trial))
+            commit(storage, trainer.state.global_step, world_size=args.world_size)
+            rotate(storage, limit, trainer.state.best_model_checkpoint)
+        _meet()
+
+
+def commit(storage: LocalStorage, step: int, *, world_size: int) -> None:
+    """Make every file of ``checkpoint-<step>`` durable, and say in a manifest what they are."""
+    name = _NAMING.committed(step)
+    manifest = Manifest(
+        run=secrets.token_hex(16),
+        timeline=_LINE,
+        step=step,
+        world_size=world_size,
+        attempt=f"{secrets.token_hex(4)}-000001",
+        created=time.time(),
+        files={path: _durable(storage, f"{name}/{path}") for path in _files(storage, name)},
+    )
+    for folder in sorted({name, *(f"{name}/{path}".rpartition("/")[0] for path in manifest.files)}, reverse=True):
+        storage.sync_dir(folder)
+    storage.replace(f"{name}/{layout.MANIFEST}", manifest.to_bytes())
+    storage.sync_dir("")
+
+
+def rotate(storage: LocalStorage, limit: int | None, best: str | None) -> None:
+    """Remove the oldest of the committed ones beyond `limit`; the newest and the `best` stay."""
+    if not limit or limit < 1:
+        return
+    kept = os.path.basename(best or "")
+    found = sorted(catalog.scan(storage, _NAMING).committed(), key=lambda entry: (entry.name == kept, entry.step))
+    newest = max((entry.step for entry in found), default=-1)
+    for entry in found[: max(0, len(found) - limit)]:
+        if entry.step != newest and entry.name != kept:
+            trash = _NAMING.trash(entry.name, secrets.token_hex(4))
+            storage.rename(entry.name, trash)
+            storage.sync_dir("")
+            storage.remove_tree(trash)
+
+
+def newest_whole(output_dir: str) -> str | None:
+    """The newest checkpoint whose bytes are as committed; where none has a manifest, the newest as it is."""
+    storage = LocalStorage(output_dir)
+    found = catalog.scan(storage, _NAMING)
+    for entry in reversed(found.of_kind("committed")):
+        problems = [problem.message for problem in verify(storage, entry)] if entry.valid else [str(entry.problem)]
+        if not problems:
+            return os.path.join(storage.root, entry.name)
+        _log.warning("%s cannot be resumed from and is passed over: %s", entry.name, problems[0])
+    foreign: list[Entry] = found.of_kind("foreign")
+    if found.of_kind("committed") or not foreign:
+        return None
+    _log.warning("%s has no manifest: nothing tells whether it is whole", foreign[-1].name)
+    return os.path.join(storage.root, foreign[-1].name)
+
+
+def _files(storage: LocalStorage, name: str) -> list[str]:
+    root = os.path.join(storage.root, name)
+    found = []
+    for folder, _, names in os.walk(root):
+        found += [os.path.relpath(os.path.join(folder, each), root) for each in names if each != layout.MANIFEST]
+    return sorted(found)
+
+
+def _durable(storage: LocalStorage, path: str) -> FileRecord:
+    """Sync a file, and read it as it is on storage then."""
+    storage.drop_cache(path)
+    hasher, memory = ChunkHasher(), memoryview(bytearray(_PIECE))
+    with storage.reader(path) as reader:
+        for begin in range(0, reader.size, _PIECE):
+            hasher.update(memory[: reader.read_into(memory, begin)])
+        size = reader.size
+    return FileRecord(size, file_digest(size, hasher.finish()))
+
+
+def _meet() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+
+
+def _agreed(work: Any) -> Any:
+    """What rank 0 finds."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return work()
+    answer = [work() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, 0)
+    return answer[0]
