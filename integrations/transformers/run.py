@@ -19,11 +19,11 @@ from transformers import TrainerCallback
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
 from easyckpt.engine import Checkpointer
-from easyckpt.integrations.transformers import data as training_data
+from easyckpt.integrations import training_data
+from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import progress as trainer_progress
 from easyckpt.integrations.transformers import scratch, versions
 from easyckpt.integrations.transformers.components import Files, state_of
-from easyckpt.integrations.transformers.data import TrainingData
 from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
 from easyckpt.integrations.transformers.options import Options
 from easyckpt.integrations.transformers.plan import Planner
