@@ -259,12 +259,15 @@ class TrainingRun:
             if self._checkpointer is not None:
                 last_first.callback(self._end_of(self._checkpointer, error))
 
-    @staticmethod
-    def _end_of(checkpointer: Checkpointer, error: BaseException | None) -> Callable[[], None]:
+    def _end_of(self, checkpointer: Checkpointer, error: BaseException | None) -> Callable[[], None]:
         """How it lets go. A program that ends itself in the middle, and well, has its newest snapshot committed."""
-        if error is None:
-            return checkpointer.leave
-        return checkpointer.close if ending.is_clean(error) else checkpointer.abandon
+        if error is not None:
+            return checkpointer.close if ending.is_clean(error) else checkpointer.abandon
+        found = self.origin.found
+        idle = found is not None and found.tier == "memory" and found.step == self._counted_at
+        if idle and self._trainer.args.save_strategy != "no":
+            return checkpointer.close  # nothing was left to do but the checkpoint that a kill has prevented
+        return checkpointer.leave
 
     def _tidy(self) -> None:
         self.progress.trainer = None
