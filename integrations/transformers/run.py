@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 
@@ -43,12 +44,10 @@ class TrainingRun:
         args = trainer.args
         self.progress, self.files = Progress(), Files()
         self.data = TrainingData(rank=args.process_index)
-        self._root = os.path.abspath(args.output_dir)
         planner = Planner(world_size=args.world_size, model_only=args.save_only_model)
         limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
-        self._limit = limit
         self._prospect: Prospect | None = Prospect(
-            self._root, of_trainer(planner), max_ckpt_num=limit, **options.settings()
+            os.path.abspath(args.output_dir), of_trainer(planner), max_ckpt_num=limit, **options.settings()
         )
         self._checkpointer: Checkpointer | None = None
         self._private: str | None = None
@@ -92,7 +91,7 @@ class TrainingRun:
         state = state_of(trainer, self.progress, self.data, self.files)
         checkpointer = self._checkpointer = prospect.checkpointer(state)
         handler = trainer.callback_handler
-        self.saves = Saves(trainer, self._root, handler.on_save)
+        self.saves = Saves(trainer, prospect.root, handler.on_save)
         handler.on_save = _heard_later
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
@@ -138,6 +137,12 @@ class TrainingRun:
         """The last step of a pass has ended; what belongs to the end of the epoch comes now."""
         self._in_epoch_end = True
 
+    def log(self, values: Mapping[str, Any]) -> None:
+        """The Trainer has logged `values`: they are kept with the snapshot, and beside the checkpoints."""
+        if self._checkpointer is not None:
+            kinds = (int, float, str, np.number)
+            self._checkpointer.log(**{name: value for name, value in values.items() if isinstance(value, kinds)})
+
     def request_save(self) -> None:
         """The Trainer wants a checkpoint of this step."""
         trainer = self._trainer
@@ -155,7 +160,7 @@ class TrainingRun:
         if best not in self._best:
             self._best = [*self._best[-1:], best]
             assert self._checkpointer is not None
-            policy = Policy(newest=self._limit, kept=frozenset(self._best))
+            policy = Policy(newest=self._checkpointer._config.max_ckpt_num, kept=frozenset(self._best))
             self._checkpointer._parts.flusher.policy = policy
 
     def end_step(self, loss: torch.Tensor) -> None:
@@ -262,6 +267,10 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
             self._trainer._easyckpt.run.begin_epoch()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: D102
+        if self._trainer._easyckpt.run is not None:
+            self._trainer._easyckpt.run.log(logs or {})
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:

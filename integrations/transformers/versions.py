@@ -127,3 +127,8 @@ class ResumedAt(int):
 def running_loss(trainer: Any) -> torch.Tensor | None:
     """The loss since the last log, where the Trainer keeps it (from 5.8; before, in a variable of its loop)."""
     return getattr(trainer, "_tr_loss", None)
+
+
+def loss_in_all(trainer: Any) -> float:
+    """The loss of all logged steps, where the mean over the whole training is made of it (to 5.7; else of one call)."""
+    return float(trainer._total_loss_scalar) if running_loss(trainer) is None else 0.0
