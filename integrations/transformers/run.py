@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
 from easyckpt.engine import Checkpointer
+from easyckpt.errors import UsageError
 from easyckpt.integrations.transformers import data as training_data
 from easyckpt.integrations.transformers import progress as trainer_progress
 from easyckpt.integrations.transformers import scratch, versions
@@ -66,7 +67,8 @@ class TrainingRun:
         """What the Trainer is to resume from: its own checkpoint, or a directory that only holds its state file."""
         if not self.origin.ours:
             return self.origin.foreign
-        assert self.progress.restored is not None
+        if self.progress.restored is None:  # an audit has it left out
+            raise UsageError(f"without the component {PROGRESS!r} nothing tells where training goes on")
         self._private = scratch.make("resume")
         scratch.write(self._private, STATE_FILE, trainer_progress.state_json(self.progress.restored))
         return self._private
