@@ -76,7 +76,8 @@ class TrainingData:
         """Puts the global generators where the snapshot had them."""
         self._exhausted = True
         self.on_batch: Callable[[str, Any], None] | None = None
-        """Hears of each batch that was made, for an audit."""
+        """Hears of each batch that is trained on, for an audit."""
+        self._untold: list[Any] = []
         self.reading = Reading()
         self.skip = 0
         """Batches that the next pass is to skip where no load of ours says where it begins."""
@@ -135,6 +136,7 @@ class TrainingData:
         self.skip = 0
         self._fetched = self._ahead_from = self.place.consumed
         self._exhausted = False
+        self._untold = []
         behind = None if resumed is None else dataclasses.replace(resumed)
         a_pass = _Pass(self, loader, own, behind, continues)
         # Now, not at the first batch: where another rank reads for this one, its generators must come to the same.
@@ -147,6 +149,7 @@ class TrainingData:
                 a_pass.set_now()
             if number % max(1, group) == 0:
                 place.ahead, place.own_ahead = host_generators(), _states(a_pass.own)
+                self._tell()
             batch = next(batches, _END)
             if batch is _END:
                 if a_pass.resumed is not None and number < group:  # what was read ahead was the incomplete end
@@ -156,9 +159,19 @@ class TrainingData:
                 self._ahead_from = self._fetched
             self._fetched += 1
             if self.on_batch is not None:
-                self.on_batch("train", batch)
+                self._untold.append(batch)
+                if not group:
+                    self._tell()
             yield batch
+        self._tell()
         self._exhausted = True
+
+    def _tell(self) -> None:
+        """Tell of batches that training is about to get: one that was only read ahead is read again after a stop."""
+        untold, self._untold = self._untold, []
+        for batch in untold:
+            assert self.on_batch is not None
+            self.on_batch("train", batch)
 
 
 @dataclass(slots=True)

@@ -146,3 +146,8 @@ def is_new_best(args: Any, state: Any, metrics: Mapping[str, float]) -> bool:
         return False
     state.best_metric = value
     return True
+
+
+def loss_in_all(trainer: Any) -> float:
+    """The loss of all logged steps, where the mean over the whole training is made of it (to 5.7; else of one call)."""
+    return float(trainer._total_loss_scalar) if running_loss(trainer) is None else 0.0
