@@ -72,8 +72,8 @@ class Trial:
 
 
 def newest(until: int) -> int:
-    """The step that is in storage when step `until` has ended."""
-    return until // SAVE * SAVE
+    """The newest step that is in storage for certain when step `until` has ended."""
+    return (until - 1) // SAVE * SAVE
 
 
 def differences(straight: list[Record], other: list[Record]) -> list[str]:
