@@ -96,6 +96,10 @@ class TrainingData:
         """(pass, optimizer steps in it) that training goes on behind after a load."""
         return (self.place.epoch + 1, 0) if self.place.finished else (self.place.epoch, self.place.updates)
 
+    def forget(self) -> None:
+        """Training begins anew."""
+        self.place, self.resumed, self._begun = Place(), None, False
+
     def begin_epoch(self) -> None:
         """A pass begins, or is gone on with. Behind one that was finished before a load, with its generators."""
         if self.resumed is None or self.resumed.finished:

@@ -183,15 +183,16 @@ def record(trainer: Trainer, notes: Notes) -> dict[str, Any]:
         "total_flos": state.total_flos,
         "tokens_seen": state.num_input_tokens_seen,
         "best": [state.best_metric, getattr(state, "best_global_step", None)],
-        "callbacks": digest([part.state() for part in stateful_parts(trainer)]),
+        "callbacks": digest([part.state() for part in stateful_callbacks(trainer)]),
         "logs": [{key: value for key, value in entry.items() if is_of_training(key)} for entry in state.log_history],
         "batches": notes.batches,
     }
 
 
-def stateful_parts(trainer: Trainer) -> list[ExportableState]:
-    parts = [*trainer.callback_handler.callbacks, trainer.control]
-    return [part for part in parts if isinstance(part, ExportableState)]
+def stateful_callbacks(trainer: Trainer) -> list[ExportableState]:
+    """The user's and the framework's, not the wrapper's."""
+    callbacks = [part for part in trainer.callback_handler.callbacks if isinstance(part, ExportableState)]
+    return [part for part in callbacks if not type(part).__module__.startswith("easyckpt.")]
 
 
 def is_of_training(key: str) -> bool:
