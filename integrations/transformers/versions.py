@@ -6,6 +6,7 @@ Supported: transformers from 4.46 to 5, accelerate from 1.0 on. Read, and run by
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -108,6 +109,10 @@ def is_stock(kind: type, method: str, ours: tuple[type, ...]) -> bool:
     return True
 
 
+#: More passes than any training has.
+_NEVER = 1 << 62
+
+
 class ResumedAt(int):
     """The global step of a resumed run, which knows the pass over the data and the updates in it.
 
@@ -116,9 +121,16 @@ class ResumedAt(int):
 
     epoch: int
     updates: int
+    args: Any
 
     def __floordiv__(self, other: int) -> int:
-        return self.epoch
+        """The pass to begin with, of `other` updates each; behind the last one where all steps are done.
+
+        The Trainer looks whether it is at the end only after a step: a training that was finished, and is started
+        again, would go one step too far each time.
+        """
+        last = self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * other)
+        return _NEVER if int(self) >= last else self.epoch
 
     def __mod__(self, other: int) -> int:
         return self.updates

@@ -106,6 +106,7 @@ class Inside(Trainer):  # type: ignore[misc]
             assert self._easyckpt.run is not None
             epoch, updates = self._easyckpt.run.data.next_update()
             self.state.global_step = versions.ResumedAt(self.state.global_step)
+            self.state.global_step.args = self.args
             self.state.global_step.epoch = epoch
             self.state.global_step.updates = updates
 
