@@ -159,8 +159,8 @@ def _examined(storage: Storage, entry: Entry, naming: NamingScheme) -> Entry:
         manifest = read_manifest(storage, entry.name)
         problem = misfit(entry, manifest) or _missing_files(storage, entry.name, manifest)
     except FileNotFoundError:
-        problem = f"no {layout.MANIFEST}: never committed"
         kind = "foreign" if kind == "committed" and naming.shared else kind
+        problem = f"no {layout.MANIFEST}: " + ("written without easyckpt" if kind == "foreign" else "never committed")
     except EasyckptError as error:
         problem = f"{layout.MANIFEST}: {error}"
     except OSError as error:
@@ -182,6 +182,8 @@ def misfit(entry: Entry, manifest: Manifest) -> str | None:
         return f"the manifest is of step {manifest.step}"
     if entry.attempt not in (None, manifest.attempt):
         return f"the manifest is of attempt {manifest.attempt}"
+    if manifest.parts and len(manifest.parts) != manifest.world_size:
+        return f"the manifest does not hold a part for each rank ({manifest.world_size} in all)"
     shards = {rank for name in manifest.files if (rank := layout.parse_shard_file(name)) is not None}
     indexes = {rank for name in manifest.files if (rank := layout.parse_index_file(name)) is not None}
     if (shards or indexes) and not shards == indexes == set(range(manifest.world_size)):

@@ -7,7 +7,6 @@ side kept them in, and the other state value by value. Where a tensor lived (CPU
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -122,7 +121,7 @@ def _component(one: Component | None, other: Component | None, rank: int, total:
     primary = dict.fromkeys([*one.primary, *other.primary])
     found: dict[bytes, Difference] = {}
     # In the order of the file, so that each of its bytes is read once; told in the order of the checkpoint.
-    for key in sorted(primary, key=lambda key: _offset(one.tensors.get(key))):
+    for key in sorted(primary, key=lambda key: _position(one.tensors.get(key))):
         a, b = one.tensors.get(key), other.tensors.get(key)
         total.tensors += 1
         total.nbytes += sum(side.nbytes for side in (a or b,) if side)
@@ -134,8 +133,9 @@ def _component(one: Component | None, other: Component | None, rank: int, total:
     yield from _others(one, other, rank, total)
 
 
-def _offset(stretch: Stretch | None) -> float:
-    return math.inf if stretch is None else getattr(stretch.spec, "offset", 0)
+def _position(stretch: Stretch | None) -> tuple[bool, str, int]:
+    """Those that are only on the other side come last."""
+    return (True, "", 0) if stretch is None else (False, *stretch.position)
 
 
 def _tensors(one: Stretch | None, other: Stretch | None, value: bool) -> Outcome | None:

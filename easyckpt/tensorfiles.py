@@ -124,6 +124,10 @@ class _InFile:
     offset: int
     source: _Source
 
+    @property
+    def position(self) -> tuple[str, int]:
+        return "", self.offset
+
     def read(self, begin: int, end: int) -> torch.Tensor:
         item = self.nbytes // max(1, math.prod(self.spec.shape)) or 1
         return self.source.read(self.offset + begin, self.offset + end, item)
@@ -192,6 +196,10 @@ class _Mapped:
         order = dense_order(tensor)
         spec = _spec(path, dtype_name(tensor.dtype), tuple(tensor.shape), order or tuple(range(tensor.dim())))
         return cls(spec, tensor.numel() * tensor.element_size(), tensor, order is not None, pages, on_bytes)
+
+    @property
+    def position(self) -> tuple[str, int]:
+        return "", 0  # in the order of the file's own table
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         end = min(end, begin + _PIECE, self.nbytes)

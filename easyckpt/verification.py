@@ -13,6 +13,7 @@ from easyckpt.format import layout
 from easyckpt.format.checksum import CHUNK_BYTES, chunk_count, chunk_digests, file_digest
 from easyckpt.format.codec import path_text
 from easyckpt.format.manifest import FileRecord, Index, Manifest
+from easyckpt.format.parts import locate, read_part
 from easyckpt.storage.base import FileReader, Storage
 
 
@@ -38,7 +39,7 @@ def verify(storage: Storage, entry: Entry, on_bytes: Callable[[int], None] | Non
     if manifest is None:
         return [Problem(layout.MANIFEST, None, None, entry.problem or "cannot be read")]
     contradiction = misfit(entry, manifest)
-    problems = [Problem(layout.MANIFEST, None, None, contradiction)] if contradiction else []
+    problems = [Problem(layout.MANIFEST, None, None, contradiction)] if contradiction else _check_parts(manifest)
     indexes: dict[str, Index] = {}
     # Indexes first: they say which tensors a damaged chunk of a shard holds.
     for name in sorted(manifest.files, key=lambda name: (layout.parse_index_file(name) is None, name)):
@@ -47,6 +48,21 @@ def verify(storage: Storage, entry: Entry, on_bytes: Callable[[int], None] | Non
         problems += check.run(count)
         if is_index and not check.problems:
             problems += _read_index(check.content(), name, manifest, indexes)
+    return problems
+
+
+def _check_parts(manifest: Manifest) -> list[Problem]:
+    """Whether the parts, where there are some, say of each tensor where its bytes are."""
+    problems, first = [], None
+    for rank in range(len(manifest.parts)):
+        try:
+            part = read_part(manifest.parts, rank, manifest.files)
+            first = first or part
+            locate(part, first)
+        except EasyckptError as error:
+            problems.append(Problem(layout.MANIFEST, None, None, f"part of rank {rank}: {error}"))
+            if first is None:
+                break  # nothing of the others can be told without rank 0's
     return problems
 
 

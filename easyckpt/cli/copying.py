@@ -12,9 +12,8 @@ from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import TARGET_HELP, Target, resolve
 from easyckpt.config_sources import resolve as resolve_settings
 from easyckpt.errors import UsageError
-from easyckpt.format import layout
 from easyckpt.saving.transfer import copy_checkpoint
-from easyckpt.storage.local import LocalStorage
+from easyckpt.storage.records_apart import place_of
 from easyckpt.storage.walk import root_path
 
 
@@ -44,7 +43,7 @@ def cp(
     target.record()  # a foreign or newer root is refused, whatever lies in it
     entry = target.pick()
     settings = resolve_settings({})
-    storage = LocalStorage(_destination(target, dest), direct_io=settings.direct_io)
+    storage = place_of(target.naming, _destination(target, dest), direct_io=settings.direct_io)
     with output.progress("copy and verify", 2 * entry.nbytes) as count:
         copied = copy_checkpoint(
             target.storage, entry, storage, target.naming, settings, on_bytes=count, on_wait=output.say
@@ -64,7 +63,7 @@ def cp(
 def _destination(target: Target, dest: str) -> str:
     """The root that the user means by `dest`."""
     path = os.path.realpath(root_path(dest))
-    if layout.NativeNaming().parse_committed(os.path.basename(path)) is not None:
+    if target.naming.parse_committed(os.path.basename(path)) is not None:
         raise UsageError(f"{dest}: the name of one checkpoint; give the root that it is to be in")
     source = os.path.realpath(target.root)
     if os.path.commonpath([path, source]) == source:

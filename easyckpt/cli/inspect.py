@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -12,10 +13,12 @@ from easyckpt import catalog
 from easyckpt.catalog import Entry
 from easyckpt.cli import output
 from easyckpt.cli.output import Answer, AsJson
-from easyckpt.cli.target import TARGET_HELP, Target, resolve
+from easyckpt.cli.target import LISTED, TARGET_HELP, Target, resolve
 from easyckpt.errors import DamagedCheckpoint, FormatError, UsageError
 from easyckpt.format import codec, layout
+from easyckpt.format.image import Layout
 from easyckpt.format.manifest import Index, Manifest
+from easyckpt.format.parts import read_part
 
 _VERIFY = "see `easyckpt verify`"
 
@@ -42,7 +45,8 @@ def ls(
     """
     target = resolve(root)
     record = target.record()
-    entries = [target.pick()] if target.is_one else [e for e in target.scan().entries if all_ or e.kind == "committed"]
+    named = target.named()
+    entries = [named] if named is not None else [e for e in target.scan().entries if all_ or e.kind in LISTED]
     pinned = catalog.pinned_steps(target.storage)
     rows = [{**entry_document(entry), "pinned": entry.step in pinned} for entry in entries]
     document = {
@@ -63,7 +67,7 @@ def _ls_views(rows: list[dict[str, Any]]) -> list[Any]:
             output.size(row["bytes"]),
             row["world_size"] if row["world_size"] is not None else "-",
             row["timeline"] or "-",
-            row["kind"] + (", not valid" if row["problem"] is not None else ", pinned" if row["pinned"] else ""),
+            _state(row),
         )
         for row in rows
     ]
@@ -76,6 +80,12 @@ def _ls_views(rows: list[dict[str, Any]]) -> list[Any]:
     return [table, *([""] if below else []), *below]
 
 
+def _state(row: dict[str, Any]) -> str:
+    """What others wrote is not judged."""
+    not_valid = row["problem"] is not None and row["valid"] is not None
+    return str(row["kind"]) + (", not valid" if not_valid else ", pinned" if row["pinned"] else "")
+
+
 def entry_document(entry: Entry) -> dict[str, Any]:
     """What is known of one directory of the root, for programs."""
     manifest = entry.manifest
@@ -83,7 +93,7 @@ def entry_document(entry: Entry) -> dict[str, Any]:
         "step": entry.step,
         "name": entry.name,
         "kind": entry.kind,
-        "valid": manifest is not None and entry.problem is None,
+        "valid": None if entry.kind == "foreign" else manifest is not None and entry.problem is None,
         "problem": entry.problem,
         "timeline": manifest.timeline if manifest else entry.timeline,
         "created": manifest.created if manifest else None,
@@ -126,8 +136,7 @@ def show(
     manifest = entry.manifest
     if manifest is None:
         raise UsageError(f"{target.root}: {entry.name} cannot be shown: {entry.problem}")
-    indexes = [_read_index(target, entry, name) for name in sorted(manifest.files) if _is_index(name)]
-    parts, leaves = _contents(indexes)
+    parts, leaves = _contents(_written_by_ranks(target, entry, manifest))
     document = {
         "root": target.root,
         **entry_document(entry),
@@ -149,8 +158,17 @@ def show(
     return Answer(document, views, output.GOOD if entry.problem is None else output.DAMAGED)
 
 
-def _is_index(name: str) -> bool:
-    return layout.parse_index_file(name) is not None
+def _written_by_ranks(target: Target, entry: Entry, manifest: Manifest) -> Iterator[tuple[Layout, list[bool]]]:
+    """Of each rank what it holds, and which of the leaves it wrote itself."""
+    for rank in range(len(manifest.parts)):
+        try:
+            part = read_part(manifest.parts, rank, manifest.files)
+        except FormatError as error:
+            raise type(error)(f"{target.root}: {entry.name} cannot be shown: {error}; {_VERIFY}") from error
+        yield part.layout, part.written
+    for name in sorted(name for name in manifest.files if layout.parse_index_file(name) is not None):
+        index = _read_index(target, entry, name)
+        yield index.layout, [index.shard.write_replicated or not leaf.replicated for leaf in index.layout.leaves]
 
 
 def _read_index(target: Target, entry: Entry, name: str) -> Index:
@@ -162,19 +180,17 @@ def _read_index(target: Target, entry: Entry, name: str) -> Index:
         raise type(error)(f"{target.root}: {entry.name}/{name} cannot be shown: {error}; {_VERIFY}") from error
 
 
-def _contents(indexes: Iterable[Index]) -> tuple[dict[str, _Part], list[dict[str, Any]]]:
+def _contents(ranks: Iterable[tuple[Layout, list[bool]]]) -> tuple[dict[str, _Part], list[dict[str, Any]]]:
     parts: dict[str, _Part] = {}
     leaves: list[dict[str, Any]] = []
-    for index in indexes:
-        for component in index.layout.trees if isinstance(index.layout.trees, dict) else ():
+    for held, written in ranks:
+        for component in held.trees if isinstance(held.trees, dict) else ():
             parts.setdefault(str(component), _Part())
-        for leaf in index.layout.leaves:
-            if leaf.replicated and not index.shard.write_replicated:
-                continue  # another rank's shard holds it
+        for leaf in itertools.compress(held.leaves, written):  # the rest is in another rank's files
             parts.setdefault(str(leaf.path[0]), _Part()).add(leaf.nbytes, leaf.dtype)
             leaves.append(
                 {
-                    "rank": index.rank,
+                    "rank": held.rank,
                     "path": codec.path_text(leaf.path),
                     "dtype": leaf.dtype,
                     "shape": list(leaf.shape),

@@ -46,6 +46,11 @@ def rescue(
     if target.is_one:
         raise UsageError(f"{root}: one checkpoint; rescue takes the root of a run")
     target.record()  # foreign, newer or damaged: said before anything is done
+    if target.naming.shared:
+        raise UsageError(
+            f"{root}: its checkpoints hold files of another framework, which rescue cannot make; start the training "
+            "again with resume_from_checkpoint=True: it goes on from what is in memory"
+        )
     target.scan()
     with output.working("committing what is left in memory"):
         rescued = saving_rescue.rescue(target.root, settings, target.naming, on_wait=output.say)

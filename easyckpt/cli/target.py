@@ -14,10 +14,12 @@ from easyckpt.format import layout
 from easyckpt.format.layout import NamingScheme
 from easyckpt.format.manifest import RootRecord
 from easyckpt.storage.base import Storage
-from easyckpt.storage.local import LocalStorage
+from easyckpt.storage.records_apart import open_place
 from easyckpt.storage.walk import root_path
 
 TARGET_HELP = "A checkpoint root (the newest valid one in it), ROOT@STEP, or one step directory."
+#: The kinds of entries that people call checkpoints.
+LISTED = ("committed", "foreign")
 _NONE_YET = "no committed checkpoint in it yet"
 
 
@@ -50,14 +52,26 @@ class Target:
     def pick(self) -> Entry:
         """The checkpoint that was named, else the newest valid one, of which it says so where a newer one is not valid.
 
-        Raises UsageError where there is none.
+        Raises UsageError where there is none, and for one that another program wrote.
         """
+        entry = self.named()
+        if entry is None:
+            return self._newest(self.scan())
+        if entry.kind == "foreign":
+            raise UsageError(
+                f"{self.root}: {entry.name} was written without easyckpt (it has no {layout.MANIFEST}): nothing here "
+                "can tell what is in it, or whether it is whole"
+            )
+        return entry
+
+    def named(self) -> Entry | None:
+        """The checkpoint that was named, whoever wrote it. Raises UsageError where it is not there."""
         if self.name is not None:
             return catalog.inspect(self.storage, self.name, self.naming)
-        found = self.scan()
         if self.step is None:
-            return self._newest(found)
-        entries = [entry for entry in found.entries if entry.kind == "committed" and entry.step == self.step]
+            return None
+        found = self.scan()
+        entries = [entry for entry in found.entries if entry.kind in LISTED and entry.step == self.step]
         if not entries:
             raise UsageError(f"{self.root}: no checkpoint of step {self.step} in it; {_what_there_is(found)}")
         return entries[0]
@@ -95,13 +109,14 @@ def resolve(given: str) -> Target:
         raise UsageError(f"{path}: a file, not a checkpoint directory")
     real = os.path.realpath(path)
     name = os.path.basename(real)
-    naming = layout.NativeNaming()
+    root = os.path.dirname(real)
+    storage, naming = open_place(root)
     if naming.parse_committed(name) is None and not os.path.lexists(os.path.join(real, layout.MANIFEST)):
-        return _opened(Target(path, LocalStorage(real), naming, step=step), "")
+        storage, naming = open_place(real)
+        return _opened(Target(path, storage, naming, step=step), "")
     if step is not None:
         raise UsageError(f"{given}: {path} is one checkpoint already; give its root before the @")
-    root = os.path.dirname(real)
-    return _opened(Target(root, LocalStorage(root), naming, name=name), name)
+    return _opened(Target(root, storage, naming, name=name), name)
 
 
 def _opened(target: Target, directory: str) -> Target:

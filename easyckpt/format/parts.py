@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from easyckpt.errors import DamagedCheckpoint
 from easyckpt.format.canonical import Json, dumps
+from easyckpt.format.codec import path_text
 from easyckpt.format.fields import MAX_NUMBER, Fields
 from easyckpt.format.image import Layout
 from easyckpt.format.layout import safe_path
@@ -34,6 +35,12 @@ class Part:
     """By leaf number; None: rank 0's part says where."""
     carried: bytes
     """Bytes of leaves for which the framework has no file."""
+
+    @property
+    def written(self) -> list[bool]:
+        """By leaf number: this rank wrote it."""
+        pairs = zip(self.layout.leaves, self.places, strict=True)
+        return [place is not None or not leaf.replicated for leaf, place in pairs]
 
     @classmethod
     def from_json(cls, value: Json, rank: int, files: Mapping[str, FileRecord]) -> Part:
@@ -88,3 +95,23 @@ def read_part(parts: Sequence[Json], rank: int, files: Mapping[str, FileRecord])
     if rank >= len(parts):
         raise DamagedCheckpoint(f"the manifest holds {len(parts)} parts, and none of rank {rank}")
     return Part.from_json(parts[rank], rank, files)
+
+
+def locate(part: Part, first: Part) -> list[tuple[Part, Place]]:
+    """By leaf number: where its bytes are, and the part that says so, and carries them where they are in no file.
+
+    `first` is rank 0's part, which says it of what all ranks share. Raises DamagedCheckpoint.
+    """
+    twins = {leaf.path: number for number, leaf in enumerate(first.layout.leaves) if leaf.replicated}
+    found: list[tuple[Part, Place]] = []
+    for leaf, own in zip(part.layout.leaves, part.places, strict=True):
+        owner, place = part, own if leaf.nbytes else (CARRIED, 0)
+        if place is None:
+            number = twins.get(leaf.path)
+            twin = None if number is None else first.layout.leaves[number]
+            owner, place = first, None if number is None else first.places[number]
+            mine = (leaf.dtype, leaf.shape, leaf.order)
+            if twin is None or place is None or (twin.dtype, twin.shape, twin.order) != mine:
+                raise DamagedCheckpoint(f"{path_text(leaf.path)[:200]} is replicated, and rank 0 does not hold it")
+        found.append((owner, place))
+    return found

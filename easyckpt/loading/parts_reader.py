@@ -10,15 +10,13 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from easyckpt import catalog
 from easyckpt.errors import DamagedCheckpoint
 from easyckpt.format.checksum import CHUNK_BYTES, chunk_digests, file_digest
-from easyckpt.format.codec import path_text
-from easyckpt.format.image import Leaf, align
+from easyckpt.format.image import align
 from easyckpt.format.manifest import FileRecord
-from easyckpt.format.parts import CARRIED, Part, Place, read_part
+from easyckpt.format.parts import CARRIED, Part, locate, read_part
 from easyckpt.loading.reader import Submit, fresh_memory, run_now
 from easyckpt.loading.snapshot import Snapshot, check_world_size
 from easyckpt.storage.base import Storage
@@ -74,31 +72,19 @@ def open_parts(
 
 def _copies(part: Part, first: Part, where: str, image: memoryview) -> dict[str, list[_Copy]]:
     """What is to be read of each file; carried bytes are put in their places at once."""
-    twins = {leaf.path: number for number, leaf in enumerate(first.layout.leaves) if leaf.replicated}
+    try:
+        located = locate(part, first)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{where}: {error}") from None
     copies: dict[str, list[_Copy]] = {}
-    for number, leaf in enumerate(part.layout.leaves):
-        if not leaf.nbytes:
-            continue
-        place, source = part.places[number], part
-        if place is None:
-            place, source = _place_in(first, twins, leaf, where), first
-        name, offset = place
-        if name == CARRIED:
-            image[leaf.offset : leaf.offset + leaf.nbytes] = source.carried[offset : offset + leaf.nbytes]
-        else:
+    for leaf, (owner, (name, offset)) in zip(part.layout.leaves, located, strict=True):
+        if name != CARRIED:
             copies.setdefault(name, []).append(_Copy(offset, leaf.nbytes, leaf.offset))
+        elif leaf.nbytes:
+            image[leaf.offset : leaf.offset + leaf.nbytes] = owner.carried[offset : offset + leaf.nbytes]
     for found in copies.values():
         found.sort(key=lambda copy: copy.begin)
     return copies
-
-
-def _place_in(first: Part, twins: dict[Any, int], leaf: Leaf, where: str) -> Place:
-    number = twins.get(leaf.path)
-    twin = first.layout.leaves[number] if number is not None else None
-    place = first.places[number] if number is not None else None
-    if twin is None or place is None or (twin.dtype, twin.shape, twin.order) != (leaf.dtype, leaf.shape, leaf.order):
-        raise DamagedCheckpoint(f"{where}: {path_text(leaf.path)[:200]} is replicated, and rank 0 does not hold it")
-    return place
 
 
 def _read_file(storage: Storage, path: str, record: FileRecord, copies: Sequence[_Copy], image: memoryview) -> None:

@@ -11,11 +11,11 @@ from easyckpt import catalog
 from easyckpt.catalog import Catalog
 from easyckpt.distributed.rendezvous import LocalChannel
 from easyckpt.errors import DamagedCheckpoint, EasyckptError, ForeignFormat, NoCheckpoint, StorageError, UsageError
-from easyckpt.format import layout
 from easyckpt.format.layout import ROOT_FILE, NamingScheme
 from easyckpt.format.manifest import Manifest
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.loader import Restored, fit, left_out_text
+from easyckpt.loading.parts_reader import open_parts
 from easyckpt.loading.reader import open_storage, run_now
 from easyckpt.loading.resolve import Candidate, candidates, no_such_step
 from easyckpt.loading.snapshot import Snapshot
@@ -23,6 +23,7 @@ from easyckpt.state.apply import apply_all
 from easyckpt.state.capture import StateCapture
 from easyckpt.state.components import check_names
 from easyckpt.storage.local import LocalStorage
+from easyckpt.storage.records_apart import open_place
 
 logger = logging.getLogger("easyckpt")
 
@@ -51,10 +52,10 @@ def restore(
     Checkpointer.load raises.
     """
     check_names(components)
-    storage = LocalStorage(root)
+    storage, naming = open_place(root)
     for _ in range(_TRIES):
         try:
-            return _restore(storage, state, step=step, strict=strict, components=components)
+            return _restore(storage, naming, state, step=step, strict=strict, components=components)
         except _Moved as moved:
             logger.info("%s was renamed or rotated away by the running job: looking again", moved)
     raise StorageError(
@@ -65,13 +66,14 @@ def restore(
 
 def _restore(
     storage: LocalStorage,
+    naming: NamingScheme,
     state: Mapping[str, Any],
     *,
     step: int | None,
     strict: bool,
     components: Collection[str] | None,
 ) -> Restored:
-    listed = _committed(storage, layout.NativeNaming(), step)
+    listed = _committed(storage, naming, step)
     live = StateCapture(state).components
     names = set(state) if components is None else components
     manifests: dict[str, Manifest] = {}
@@ -82,7 +84,8 @@ def _restore(
             manifests[source] = catalog.read_manifest(storage, source)
             # Replicated state is whole in rank 0's part, whatever the number of ranks that saved it.
             world_size = manifests[source].world_size
-            return open_storage(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
+            read = open_parts if naming.shared else open_storage
+            return read(storage, source, rank=0, world_size=world_size, attempt=attempt, submit=run_now)
         except (EasyckptError, OSError):
             if not storage.exists(source):
                 raise _Moved(source) from None
@@ -114,7 +117,7 @@ def _committed(storage: LocalStorage, naming: NamingScheme, step: int | None) ->
     record = catalog.read_root(storage)
     found = catalog.scan(storage, naming)
     if record is None and not found.entries:
-        raise _no_root(storage, naming)
+        raise _no_root(storage)
     run = _run_of_copies(found) if record is None else record.run
     listed = candidates(found, record, (), run=run, arena_id="", step=step)
     if not listed and step is not None:
@@ -131,7 +134,7 @@ def _run_of_copies(found: Catalog) -> str:
     return manifests[-1].run if manifests else ""
 
 
-def _no_root(storage: LocalStorage, naming: NamingScheme) -> EasyckptError:
+def _no_root(storage: LocalStorage) -> EasyckptError:
     """Why nothing of ours was found there."""
     if not os.path.isdir(storage.root):
         before, _, after = storage.root.rpartition("@")
@@ -140,7 +143,7 @@ def _no_root(storage: LocalStorage, naming: NamingScheme) -> EasyckptError:
             return UsageError(f"{storage.root}: no such directory; @{after} is for the command line, here it is {call}")
         return NoCheckpoint(f"{storage.root}: no such directory")
     parent, name = os.path.split(os.path.realpath(storage.root))
-    step = naming.parse_committed(name)
+    step = open_place(parent)[1].parse_committed(name)
     if step is not None:
         return UsageError(f"{storage.root} is one step of {parent}: restore({parent!r}, ..., step={step})")
     return ForeignFormat(f"{storage.root} is not a checkpoint root: no {ROOT_FILE} and no checkpoint in it")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from easyckpt import catalog
+from easyckpt import catalog, failpoints
 from easyckpt.catalog import Catalog, Entry
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.errors import EasyckptError, LeaseLost, OutcomeUnknown, SaveFailed
@@ -27,6 +27,8 @@ from easyckpt.saving.worker import Result, Worker
 from easyckpt.saving.writer import ShardWriter, SnapshotBytes, replicated_digest
 
 logger = logging.getLogger("easyckpt")
+
+FLUSH_BEGIN = failpoints.declare("flush.begin", "the attempt's directory exists; this rank has written nothing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Flusher:
             directory = self._context.naming.temporary(flush.step, flush.attempt)
             self._context.check_lease()
             self._context.storage.makedirs(directory)
+            failpoints.hit(FLUSH_BEGIN)
             records = self._writer.write(
                 directory,
                 view,

@@ -30,6 +30,7 @@ def owned_root(
     Yields what raises LeaseLost once that is over, to be called before each change of the root. `on_wait` hears what is
     waited for while another job may own it. Raises RootInUse, which names the owner, where one lives.
     """
+    storage.makedirs("")  # where records lie apart, their directory is missing as long as there are only copies
     directory, _ = memory_directory(config.memory_dir)
     arena = memory_names.arena_id(run, os.path.realpath(storage.root))
     # The lock of the job's rank 0: a job that lives here holds it, and one that starts meanwhile does not get it.

@@ -82,9 +82,13 @@ class PartsWriter(ShardWriter):
             planned.append(own)
         self._check_room(view, planned)
         records = {}
+        folders = {file.name.rpartition("/")[0] for file in planned} - {""}
+        for folder in folders:
+            self._storage.makedirs(f"{directory}/{folder}")
         for file in planned:
-            self._make_directory(directory, file.name)
             records[file.name] = self.write_file(directory, FilePlan(file.name, file.parts), abandoned).record
+        for folder in folders:  # the directory itself is synced by whoever has made it
+            self._storage.sync_dir(f"{directory}/{folder}")
         if plan.whole:
             inline = b"".join(map(bytes, carried.parts)) if carried.nbytes <= _CARRIED_BYTES else b""
             for leaf, offset in carried.places.items():
@@ -132,11 +136,6 @@ class PartsWriter(ShardWriter):
             if mine and places[number] is None:
                 carried.add(view.at(leaf.offset, leaf.nbytes) if leaf.nbytes else b"", number)
         return carried
-
-    def _make_directory(self, directory: str, name: str) -> None:
-        folder, _, _ = name.rpartition("/")
-        if folder:
-            self._storage.makedirs(f"{directory}/{folder}")
 
     def _check_room(self, view: SnapshotBytes, planned: Sequence[PlannedFile]) -> None:
         needed = sum(file.nbytes for file in planned) + 2 * len(view.static) + _MARGIN + self._min_free_bytes

@@ -26,9 +26,9 @@ def say_after_exception(parts: SaverParts, error: BaseException | None) -> None:
     reason = "abandon()" if error is None else type(error).__name__
     if parts.arena.survives:
         common = "" if parts.ranks.alone else " (what is newest on all ranks counts)"
-        rescue = f"easyckpt rescue {shlex.quote(parts.storage.root)}"
+        rescue = f", or commit with `easyckpt rescue {shlex.quote(parts.storage.root)}`"
         left = f"{_snapshots(steps, 'stay')} in memory, {_newest_committed(parts)}"
-        text = f"{left}; start again on this machine, or commit with `{rescue}`{common}"
+        text = f"{left}; start again on this machine{'' if parts.naming.shared else rescue}{common}"
     else:
         left = _snapshots(steps, "are")
         text = f"{left} lost with this process's private memory; {_newest_committed(parts)}"

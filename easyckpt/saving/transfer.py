@@ -100,7 +100,7 @@ def _accepts(target: Storage, naming: NamingScheme, manifest: Manifest) -> RootR
     if record is None and others and not found.entries:
         raise ForeignFormat(f"{target.root} holds other files ({others[0]}): give a new directory, or an empty one")
     there = found.of_kind("committed")
-    if any(entry.step == manifest.step for entry in there):
+    if any(entry.step == manifest.step for entry in [*there, *found.of_kind("foreign")]):
         raise UsageError(f"{target.root} holds a checkpoint of step {manifest.step} already; nothing was copied")
     copies = {entry.manifest.timeline for entry in there if entry.manifest and entry.manifest.run == manifest.run}
     runs = {entry.manifest.run for entry in there if entry.manifest}
@@ -154,9 +154,13 @@ def _copy(
     context.check_lease()
     target.makedirs(directory)
     try:
+        folders = sorted({name.rpartition("/")[0] for name in manifest.files} - {""})
+        for folder in folders:
+            target.makedirs(f"{directory}/{folder}")
         for name, file in manifest.files.items():
             _copy_file(source, f"{entry.name}/{name}", target, f"{directory}/{name}", file, on_bytes=on_bytes)
-        target.sync_dir(directory)
+        for folder in ["", *folders]:
+            target.sync_dir(f"{directory}/{folder}".rstrip("/"))
         written = Entry(step=manifest.step, name=directory, kind="temporary", manifest=manifest)
         if problems := verify(target, written, on_bytes):
             problem = problems[0]

@@ -5,6 +5,7 @@ For everybody above, nothing changes: a record has the same path as in a root of
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from typing_extensions import override
@@ -30,13 +31,23 @@ class RecordsApart(LocalStorage):
     @override
     def listdir(self, path: str) -> list[str]:
         names = super().listdir(path)
-        if path:
+        if path or self._records not in names:
             return names
         try:
             inside = super().listdir(self._records)
         except FileNotFoundError:
-            return names
-        return sorted({*names, *filter(_is_record, inside)})
+            inside = []
+        return sorted({*names, *filter(_is_record, inside)} - {self._records})
+
+    @override
+    def makedirs(self, path: str) -> None:
+        super().makedirs(path or self._records)
+
+    @override
+    def remove_empty_root(self) -> None:
+        with contextlib.suppress(OSError):
+            self._os.rmdir(f"{self.root}/{self._records}")
+        super().remove_empty_root()
 
     @override
     def sync_dir(self, path: str) -> None:
@@ -51,7 +62,25 @@ def _is_record(name: str) -> bool:
 
 def open_place(root: str | os.PathLike[str], *, direct_io: bool | None = None) -> tuple[LocalStorage, NamingScheme]:
     """The storage and the names of a root, whoever's directory it is: what is there tells."""
-    storage = LocalStorage(root, direct_io=direct_io)
-    if os.path.lexists(os.path.join(storage.root, RECORDS_DIRECTORY, layout.ROOT_FILE)):
-        return RecordsApart(root, records=RECORDS_DIRECTORY, direct_io=direct_io), TrainerNaming()
-    return storage, layout.NativeNaming()
+    naming = TrainerNaming() if _is_trainers(LocalStorage(root).root) else layout.NativeNaming()
+    return place_of(naming, root, direct_io=direct_io), naming
+
+
+def place_of(naming: NamingScheme, root: str | os.PathLike[str], *, direct_io: bool | None = None) -> LocalStorage:
+    """The storage of a root whose checkpoints are called by `naming`."""
+    if naming.shared:
+        return RecordsApart(root, records=RECORDS_DIRECTORY, direct_io=direct_io)
+    return LocalStorage(root, direct_io=direct_io)
+
+
+def _is_trainers(root: str) -> bool:
+    if os.path.lexists(os.path.join(root, RECORDS_DIRECTORY, layout.ROOT_FILE)):
+        return True
+    if os.path.lexists(os.path.join(root, layout.ROOT_FILE)):
+        return False
+    try:
+        names = os.listdir(root)
+    except OSError:  # whoever uses it is told
+        return False
+    copied = [name for name in names if TrainerNaming().parse_committed(name) is not None]
+    return any(os.path.lexists(os.path.join(root, name, layout.MANIFEST)) for name in copied)

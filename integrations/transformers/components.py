@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import recipe
-from easyckpt.integrations.transformers.data import TrainingData
 from easyckpt.integrations.transformers.names import DATA, FILES, MODEL, OPTIMIZER, PROGRESS, SCALER, SCHEDULER
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.state.modules import unwrap

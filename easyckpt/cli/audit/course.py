@@ -14,12 +14,9 @@ from easyckpt.cli.audit.findings import Findings, find, unrepeated_notes, unseed
 from easyckpt.cli.audit.notes import Notes, metrics_of, notes_of, typical_flush
 from easyckpt.cli.audit.report import Audit
 from easyckpt.cli.audit.runs import CommandFailed, Run, Runner
+from easyckpt.contents import Opened
 from easyckpt.errors import NotLoaded, UsageError
-from easyckpt.format import layout
-from easyckpt.format.layout import NativeNaming
-from easyckpt.format.manifest import Index
 from easyckpt.saving.metrics import COMPONENT as METRICS
-from easyckpt.storage.local import LocalStorage
 
 _SEED = "call torch.manual_seed(…), random.seed(…) and numpy.random.seed(…) before the model is built"
 _NEVER_LOADED = (
@@ -49,9 +46,9 @@ class Course:
         """All of it. Returns the metrics of the straight run. Raises CommandFailed, UsageError."""
         self._straight = self._runner.new("straight")
         self._go(self._straight, stop=self._result.steps)
-        storage = LocalStorage(self._straight.root)
+        storage, _ = self._straight.place()
         self._notes, series = notes_of(storage), metrics_of(storage)
-        self._check_straight(storage)
+        self._check_straight()
         left_out = _components(self._straight) if parts else []
         self._all = 3 + (2 if tier == Tier.BOTH else 1) + len(left_out)
         if self._differs_from_itself():
@@ -67,11 +64,11 @@ class Course:
             self._resume(self._runner.new("memory", after=stopped, same=True))
         return series
 
-    def _check_straight(self, storage: LocalStorage) -> None:
+    def _check_straight(self) -> None:
         """Whether what it has left is enough to be compared with."""
         if not self._notes:
             raise UsageError(f"the command has made no Checkpointer; see {self._straight.log}")
-        newest = _newest(storage)
+        newest = _newest(self._straight)
         if newest <= self._result.at:
             raise UsageError(
                 f"the command ends after {newest} saved steps by itself: choose --at and --steps below that"
@@ -80,7 +77,7 @@ class Course:
 
     def _check_stopped(self, stopped: Run) -> None:
         """Whether there is a step left to go on to: a program may save at steps of its own alone."""
-        reached, ended = _newest(LocalStorage(stopped.root)), self._result.ended
+        reached, ended = _newest(stopped), self._result.ended
         if reached >= ended:
             raise UsageError(
                 f"the run that was to stop at step {self._result.at} has stopped at {reached}, where the straight run "
@@ -91,7 +88,7 @@ class Course:
     def _differs_from_itself(self) -> bool:
         result, again = self._result, self._runner.new("straight-again")
         self._go(again, stop=result.steps)
-        notes = notes_of(LocalStorage(again.root))
+        notes = notes_of(again.place()[0])
         result.unseeded = unseeded_generators(notes, self._notes)
         found = result.twice = self._find(again)
         if found.steps and not found.differing and not found.unshared:
@@ -161,19 +158,17 @@ class Course:
         return found
 
 
-def _newest(storage: LocalStorage) -> int:
-    return max((entry.step for entry in catalog.scan(storage, NativeNaming()).committed()), default=0)
+def _newest(run: Run) -> int:
+    return max((entry.step for entry in catalog.scan(*run.place()).committed()), default=0)
 
 
 def _loads(run: Run) -> int:
     """How often a load was begun in the root of `run`."""
-    return sum(notes.loads for notes in notes_of(LocalStorage(run.root)))
+    return sum(notes.loads for notes in notes_of(run.place()[0]))
 
 
 def _components(run: Run) -> list[str]:
     """The names of the state's components in the newest checkpoint of `run`."""
-    storage = LocalStorage(run.root)
-    entry = catalog.scan(storage, NativeNaming()).committed()[-1]
-    index = Index.from_bytes(storage.read(f"{entry.name}/{layout.index_file(0)}"))
-    trees = index.layout.trees
-    return [str(name) for name in (trees if isinstance(trees, dict) else ()) if name != METRICS]
+    storage, naming = run.place()
+    with Opened(storage, catalog.scan(storage, naming).committed()[-1]) as newest:
+        return [name for name in newest.components(0) if name != METRICS]

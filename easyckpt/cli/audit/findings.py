@@ -15,10 +15,8 @@ from easyckpt.cli.audit.runs import Run
 from easyckpt.comparison import Difference
 from easyckpt.engine import DATA
 from easyckpt.format.difference import further
-from easyckpt.format.layout import NativeNaming
 from easyckpt.saving.metrics import COMPONENT as METRICS
 from easyckpt.state.rng import RNG
-from easyckpt.storage.local import LocalStorage
 
 _MISSING: Any = ["not logged"]
 #: What people call easyckpt's own parts of the state.
@@ -93,10 +91,11 @@ def find(run: Run, straight: Run, unseeded: Collection[str]) -> Findings:
 
     `unseeded`: global generators that nobody has seeded; their states are left out.
     """
-    storages = [LocalStorage(one.root) for one in (run, straight)]
+    places = [one.place() for one in (run, straight)]
+    storages = [storage for storage, _ in places]
     notes = notes_of(storages[0])
     loaded = notes[0].loaded if notes else None
-    mine, other = ({entry.step: entry for entry in catalog.scan(s, NativeNaming()).committed()} for s in storages)
+    mine, other = ({entry.step: entry for entry in catalog.scan(*place).committed()} for place in places)
     steps = [step for step in sorted(mine.keys() & other.keys()) if step > (loaded or 0)]
     unshared = [step for step in sorted(mine.keys() ^ other.keys()) if step > (loaded or 0)]
     parts: dict[str, Part] = {}

@@ -19,8 +19,11 @@ from easyckpt import catalog, failpoints
 from easyckpt.config_sources import AUDIT_VARIABLE, resolve
 from easyckpt.errors import EasyckptError, UsageError
 from easyckpt.format import layout
+from easyckpt.format.layout import NamingScheme
 from easyckpt.memory.temporary import TemporaryMemory
+from easyckpt.saving.flusher import FLUSH_BEGIN
 from easyckpt.storage.local import LocalStorage
+from easyckpt.storage.records_apart import open_place
 
 #: Intervals that no audited run comes to: nothing is stored but where it stops.
 NEVER = 10**9
@@ -43,6 +46,10 @@ class Run:
     root: str
     memory: str
     log: str
+
+    def place(self) -> tuple[LocalStorage, NamingScheme]:
+        """Its root's storage and names; the command decides which these are."""
+        return open_place(self.root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,7 @@ class Runner:
         number = -(-self._at // self._every)
         there = os.path.join(self._out, "runs", f"{run.name}.flushing")
         armed = {
-            failpoints.ENVIRONMENT_VARIABLE: f"writer.shard.begin@{number}=hold:{there}",
+            failpoints.ENVIRONMENT_VARIABLE: f"{FLUSH_BEGIN}@{number}=hold:{there}",
             failpoints.RANK_VARIABLE: "0",
         }
         with self._started(run, steps, True, (), armed) as process:
@@ -127,7 +134,7 @@ class Runner:
                         f"{number * self._every}; the last lines of {run.log}:\n{_end_of(run.log)}"
                     )
                 time.sleep(_POLL_SECONDS)
-            attempts = catalog.scan(LocalStorage(run.root), layout.NativeNaming()).of_kind("temporary")
+            attempts = catalog.scan(*run.place()).of_kind("temporary")
             seconds = chance.uniform(0.0, typical)
             with open(f"{there}.go", "w"):
                 pass
@@ -194,8 +201,8 @@ def _kill_all(process: subprocess.Popen[bytes]) -> None:
 
 
 def _copy(source: str, target: str) -> str:
-    """Shards are never written again, so that a link will do; all else may be."""
-    if layout.parse_shard_file(os.path.basename(source)) is not None:
+    """Files of tensors are never written again, so that a link will do; all else may be."""
+    if layout.weights_format(os.path.basename(source)) is not None:
         with contextlib.suppress(OSError):
             os.link(source, target)
             return target

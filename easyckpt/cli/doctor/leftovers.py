@@ -15,12 +15,11 @@ from easyckpt.cli.doctor.finding import Finding
 from easyckpt.cli.doctor.place import Place
 from easyckpt.errors import EasyckptError
 from easyckpt.format import layout, memory_names
-from easyckpt.format.layout import NativeNaming
 from easyckpt.memory import leftovers as memory
 from easyckpt.memory.leftovers import Arena, OwnerNote
 from easyckpt.memory.temporary import LeftDirectory, find_directories, remove_directory
 from easyckpt.storage import probing
-from easyckpt.storage.local import LocalStorage
+from easyckpt.storage.records_apart import open_place
 
 AREA = "left behind"
 Kind = Literal["in use", "waiting", "not needed", "unclear"]
@@ -77,6 +76,7 @@ class Item:
 #: Memory without a root goes only when it was not written to for so long: until then a root may have been moved only.
 _GONE_FOR_GOOD = 24 * 3600.0
 
+_RESTART = "start the job again on this machine; `--clean --all` removes it"
 _ADVICE = {
     "waiting": "start the job again on this machine, or commit it with `easyckpt rescue {root}`; "
     "`--clean --all` removes it",
@@ -143,8 +143,8 @@ def _serves_a_lease(arena: Arena, place: Place) -> bool:
     """Whether the root has a lease, whose owner is proven dead by the arena's owner file."""
     root = _root_of(arena, place)
     try:
-        return root is not None and _exists(os.path.join(root, layout.LEASE))
-    except OSError:
+        return root is not None and open_place(root)[0].exists(layout.LEASE)
+    except (EasyckptError, OSError):
         return True  # nobody knows
 
 
@@ -153,7 +153,7 @@ def _by_root(arena: Arena, root: str) -> Verdict:
         return Verdict("unclear", f"{root} is on a file system that is not mounted now, or was mounted anew", root)
     if not _exists(root):
         return _without_root(arena, root, f"there is no directory {root} any more")
-    storage = LocalStorage(root)
+    storage, naming = open_place(root)
     record = catalog.read_root(storage)
     if record is None:
         return _without_root(arena, root, f"{root} is there, but holds no record of a run ({layout.ROOT_FILE})")
@@ -161,7 +161,7 @@ def _by_root(arena: Arena, root: str) -> Verdict:
         return _without_root(arena, root, f"{root} belongs to another run now")
     committed = [
         entry.step
-        for entry in catalog.scan(storage, NativeNaming()).committed()
+        for entry in catalog.scan(storage, naming).committed()
         if entry.manifest is not None and record.is_past(entry.manifest.run, entry.manifest.timeline, entry.step)
     ]
     newest = max(committed, default=-1)
@@ -169,9 +169,8 @@ def _by_root(arena: Arena, root: str) -> Verdict:
     stored = f"step {newest}" if committed else "nothing"
     if not waiting:
         return Verdict("not needed", f"{root} has committed {stored}, and a restart goes on from there", root)
-    return Verdict(
-        "waiting", f"left by a killed job for its restart: up to step {max(waiting)}; committed: {stored}", root
-    )
+    why = f"left by a killed job for its restart: up to step {max(waiting)}; committed: {stored}"
+    return Verdict("waiting", why, root, _RESTART if naming.shared else "")
 
 
 def _without_root(arena: Arena, root: str, why: str) -> Verdict:

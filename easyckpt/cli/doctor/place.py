@@ -9,9 +9,10 @@ from easyckpt import catalog
 from easyckpt.catalog import Entry
 from easyckpt.errors import EasyckptError, UsageError
 from easyckpt.format import layout, memory_names
-from easyckpt.format.layout import NativeNaming
 from easyckpt.format.manifest import Index, RootRecord
+from easyckpt.format.parts import read_part
 from easyckpt.storage.local import LocalStorage
+from easyckpt.storage.records_apart import open_place
 from easyckpt.storage.walk import root_path
 
 
@@ -44,20 +45,22 @@ def look_at(given: str | None) -> Place:
         raise UsageError(f"{directory}: not a directory; doctor takes the root of a run, or where one is to be made")
     if directory != asked:
         return Place(asked, directory)
-    storage = LocalStorage(directory)
+    storage, naming = open_place(directory)
     try:
         record = catalog.read_root(storage)
     except EasyckptError as error:
         return Place(asked, directory, problem=str(error))
-    committed = catalog.scan(storage, NativeNaming()).committed()
+    committed = catalog.scan(storage, naming).committed()
     if record is None or not committed:
         return Place(asked, directory, record)
     return Place(asked, directory, record, newest=committed[-1], image_bytes=_image_bytes(storage, committed[-1]))
 
 
 def _image_bytes(storage: LocalStorage, entry: Entry) -> int | None:
+    assert entry.manifest is not None
     try:
-        index = Index.from_bytes(storage.read(f"{entry.name}/{layout.index_file(0)}"))
-    except (EasyckptError, OSError):  # another layout's checkpoint, or rotated away
+        if entry.manifest.parts:
+            return read_part(entry.manifest.parts, 0, entry.manifest.files).layout.image_bytes
+        return Index.from_bytes(storage.read(f"{entry.name}/{layout.index_file(0)}")).layout.image_bytes
+    except (EasyckptError, OSError):  # of a model only, damaged, or rotated away
         return None
-    return index.layout.image_bytes

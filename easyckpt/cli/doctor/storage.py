@@ -15,6 +15,7 @@ from easyckpt.storage import probing
 from easyckpt.storage.lease_chain import describe, lives, look
 from easyckpt.storage.local import LocalStorage
 from easyckpt.storage.probing import Probes
+from easyckpt.storage.records_apart import open_place
 
 AREA = "storage"
 #: A clock that is further off makes the times that people are shown misleading.
@@ -131,7 +132,7 @@ def _root(place: Place) -> Iterator[Finding]:
         return
     newest = "nothing committed yet" if place.newest is None else f"newest checkpoint: step {place.newest.step}"
     yield Finding(AREA, "root", f"{place.asked}: {newest}", "ok", "commit", "where a restart without memory goes on")
-    seen = look(LocalStorage(place.directory))
+    seen = look(open_place(place.directory)[0])
     owner, meaning = "nobody", "no job writes the root"
     if seen is not None:
         owner = describe(seen.owner)

@@ -1,4 +1,4 @@
-"""Which batches were trained on, and the randomness of those to come: the position in a Trainer's training data.
+"""Which batches were trained on, and the randomness of those to come: the position in data that are read ahead.
 
 accelerate's loaders read one batch ahead, so at the end of a step the next batch has been made already, with numbers
 that the global generators gave for it. A resumed job makes that batch anew: with the generators as they were right
@@ -25,6 +25,8 @@ from easyckpt.state.generators import host_generators, set_host_generators
 from easyckpt.state.loaders import IndexBatches, is_map_style, open_iterator, own_generators
 
 _END = object()
+OF_ACCELERATE = ("DataLoaderShard", "DataLoaderDispatcher")
+"""Classes of the loaders that accelerate makes, whose reading is known."""
 
 
 @dataclass(slots=True)
@@ -92,6 +94,10 @@ class TrainingData:
         """(pass, optimizer steps in it) that training goes on behind after a load."""
         return (self.place.epoch + 1, 0) if self.place.finished else (self.place.epoch, self.place.updates)
 
+    def forget(self) -> None:
+        """Training begins anew."""
+        self.place, self.resumed, self._begun = Place(), None, False
+
     def begin_epoch(self) -> None:
         """A pass begins, or is gone on with. Behind one that was finished before a load, with its generators."""
         if self.resumed is None or self.resumed.finished:
@@ -143,6 +149,8 @@ class TrainingData:
                 place.ahead, place.own_ahead = host_generators(), _states(a_pass.own)
             batch = next(batches, _END)
             if batch is _END:
+                if a_pass.resumed is not None and number < group:  # what was read ahead was the incomplete end
+                    a_pass.set_now()
                 break
             if number % max(1, group) == 0:
                 self._ahead_from = self._fetched
@@ -172,7 +180,7 @@ class _Pass:
 
     def open(self) -> Iterator[Any]:
         """An iterator that gives the first batch that was not consumed next."""
-        if is_map_style(self.loader):
+        if is_map_style(self.loader) and self.data.reading.fetches:
             sampler = self.loader.batch_sampler if self.loader.batch_sampler is not None else self.loader.sampler
             seeds = self._seed if self.loader.num_workers > 0 else None
             return open_iterator(self.loader, IndexBatches(sampler, self._skip(), self._at_start, self._behind, seeds))
@@ -295,21 +303,24 @@ def skip_batches(loader: Any, count: int) -> bool:
     return True
 
 
+def reading_of(loader: Any) -> Reading:
+    """How `loader` reads: one of torch's, one of accelerate's, or another that is iterated as a whole."""
+    kind = type(loader).__name__
+    if kind == "DataLoaderShard":
+        return Reading(loader, 1)
+    if kind == "DataLoaderDispatcher":
+        group = 1 if loader.split_batches else int(loader.state.num_processes)
+        return Reading(loader, group, fetches=int(loader.state.process_index) == 0)
+    return Reading() if isinstance(loader, DataLoader) else Reading(loader)
+
+
 def track(loader: Any, data: TrainingData) -> Any:
     """Have the passes over `loader` go through `data`. Returns what is to be iterated in its place; itself, mostly.
 
     A loader that is neither torch's nor one of accelerate's is left as it is.
     """
-    kind = type(loader).__name__
-    if kind == "DataLoaderShard":
-        data.reading = Reading(loader, 1)
-    elif kind == "DataLoaderDispatcher":
-        group = 1 if loader.split_batches else int(loader.state.num_processes)
-        data.reading = Reading(loader, group, fetches=int(loader.state.process_index) == 0)
-    elif isinstance(loader, DataLoader):
-        data.reading = Reading()
-    else:
-        data.reading = Reading(loader)
+    data.reading = reading_of(loader)
+    if data.reading.outer is not None and type(loader).__name__ not in OF_ACCELERATE:
         return loader
     if is_tracked(loader):  # one that the program keeps
         vars(vars(loader).get("base_dataloader", loader))["_data"] = data
