@@ -66,9 +66,7 @@ def quiet() -> dict[str, str]:
     }
 
 
-def in_forks(
-    version: str, job: str, words: list[str], environment: dict[str, str], ranks: int, beside: Path
-) -> Ended:
+def in_forks(version: str, job: str, words: list[str], environment: dict[str, str], ranks: int, beside: Path) -> Ended:
     if version not in _zygotes:
         _zygotes[version] = Zygote(python_of(version), ["tests.trainers.warm"])
     zygote = _zygotes[version]
