@@ -64,16 +64,21 @@ class Files:
     def __init__(self) -> None:
         self._recipe = recipe.Recipe()
         self._value: dict[str, Any] = _tensors_of(self._recipe)
+        self._learnt_at = -1
 
     def learn(self, trainer: Any) -> None:
         """Have the Trainer say which they are now. Only ranks that save call it."""
         fresh = recipe.learn(trainer, live_tensors(trainer), MODEL, FILES)
         if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
             self._recipe, self._value = fresh, _tensors_of(fresh)
+        self._learnt_at = int(trainer.state.global_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """As tensors, which cost a copy at each step and nothing else."""
-        return self._value
+        """As tensors, which cost a copy at each step and nothing else.
+
+        What holds weights that are in no component is of the step at which it was learnt, and of no other.
+        """
+        return {**self._value, "learnt_at": self._learnt_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing of it is wanted back: the files are made anew of the live objects."""

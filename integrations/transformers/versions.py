@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -25,9 +26,6 @@ from easyckpt.errors import ConfigError
 OLDEST, TESTED = Version("4.46"), (Version("4.57.6"), Version("5.24.0"))
 OLDEST_ACCELERATE = Version("1.0")
 HERE = Version(transformers.__version__)
-
-#: Libraries that write a model's tensors, and may have taken the functions that do so under names of their own.
-_WRITERS = ("transformers", "peft", "trl", "accelerate", "sentence_transformers", "safetensors")
 
 #: (path, tensors by key, metadata) of each file of tensors that was to be written.
 Captured = list[tuple[str, Mapping[str, torch.Tensor], Mapping[str, str] | None]]
@@ -52,7 +50,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def writes_captured() -> Iterator[Captured]:
-    """Within it, this thread's writes of tensors are noted in place of being made; all else is written."""
+    """Within it, this thread's writes of weights are noted in place of being made; all else is written."""
     captured: Captured = []
     thread = threading.get_ident()
     save_file, torch_save = safetensors.torch.save_file, torch.save
@@ -63,24 +61,35 @@ def writes_captured() -> Iterator[Captured]:
         captured.append((str(filename), dict(tensors), metadata))
         return None
 
-    with _replaced(save_file, note_file), _replaced(torch_save, torch_save):
+    def note_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or not isinstance(f, (str, os.PathLike)) or not _is_state_dict(obj):
+            return torch_save(obj, f, *args, **kwargs)
+        captured.append((os.fspath(f), dict(obj), None))
+        return None
+
+    with _replaced(save_file, note_file), _replaced(torch_save, note_save):
         yield captured
+
+
+def _is_state_dict(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
 
 
 @contextlib.contextmanager
 def _replaced(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Every name that the writing libraries have for `old` stands for `new`."""
+    """Every name that any module has for `old` stands for `new`: programs import such functions by name."""
     changed = []
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in _WRITERS]:
-        for name, value in list(vars(module).items()):
-            if value is old:
-                changed.append((module, name))
-                setattr(module, name, new)
+    for module in list(sys.modules.values()):
+        inside = getattr(module, "__dict__", None)
+        if type(inside) is dict:
+            for name in [name for name, value in list(inside.items()) if value is old]:
+                changed.append((inside, name))
+                inside[name] = new
     try:
         yield
     finally:
-        for module, name in changed:
-            setattr(module, name, old)
+        for inside, name in changed:
+            inside[name] = old
 
 
 def leave_skipping(to: Callable[[Any, int], bool]) -> None:
