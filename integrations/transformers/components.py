@@ -8,9 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import recipe
-from easyckpt.integrations.transformers.names import DATA, FILES, MODEL, OPTIMIZER, PROGRESS, SCALER, SCHEDULER
+from easyckpt.integrations.transformers.names import (
+    ARGUMENTS_FILE,
+    DATA,
+    FILES,
+    MODEL,
+    OPTIMIZER,
+    PROGRESS,
+    SCALER,
+    SCHEDULER,
+)
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.state.modules import unwrap
 
@@ -72,7 +82,8 @@ class Files:
 def _tensors_of(made: recipe.Recipe) -> dict[str, Any]:
     return {
         "recipe": _bytes(made.text()),
-        "small": {name: _bytes(content) for name, content in made.small.items()},
+        "small": {name: _bytes(content) for name, content in made.small.items() if name != ARGUMENTS_FILE},
+        ASIDE: {name: _bytes(content) for name, content in made.small.items() if name == ARGUMENTS_FILE},
         "tensors": made.copies,
     }
 

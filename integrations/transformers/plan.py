@@ -17,6 +17,7 @@ import torch
 
 from easyckpt import exporting_torch
 from easyckpt.format.canonical import loads
+from easyckpt.format.difference import ASIDE
 from easyckpt.format.dtypes import DTYPES, ITEM_BYTES
 from easyckpt.format.image import Layout
 from easyckpt.format.safetensors import make_header
@@ -108,11 +109,12 @@ def _in_logical_order(stored: torch.Tensor, order: tuple[int, ...]) -> torch.Ten
 def _model_files(values: _Values) -> list[PlannedFile]:
     """Weights by the recipe, and what lies beside them."""
     kept = values.value(FILES)
+    small = {**kept["small"], **kept[ASIDE]}
     numbers = values.numbers()
     files = [
         _weights_file(values, numbers, recipe) for recipe in json.loads(bytes(kept["recipe"].tolist()).decode() or "[]")
     ]
-    return files + [_small(name, bytes(content.numpy().tobytes())) for name, content in kept["small"].items()]
+    return files + [_small(name, bytes(content.numpy().tobytes())) for name, content in small.items()]
 
 
 def _weights_file(values: _Values, numbers: dict[tuple[Any, ...], int], recipe: dict[str, Any]) -> PlannedFile:

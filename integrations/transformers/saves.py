@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from easyckpt.errors import SaveFailed
+from easyckpt.format.trainer_names import TrainerNaming
 
 _log = logging.getLogger("easyckpt")
 
@@ -32,16 +33,19 @@ class Saves:
 
     def __init__(self, trainer: Any, root: str, on_save: Callable[..., Any]) -> None:
         self._trainer, self._root, self._on_save = trainer, root, on_save
+        self._output_dir = os.path.abspath(trainer.args.output_dir)
         self._pending: list[_Pending] = []
         self._committed: set[int] = set()
 
     def path(self, step: int) -> str:
-        """The checkpoint's directory."""
-        return os.path.join(self._root, f"checkpoint-{step}")
+        """The checkpoint's directory, as the Trainer knows it; an audit has its runs' checkpoints elsewhere."""
+        return os.path.join(self._output_dir, TrainerNaming().committed(step))
 
     def known(self, step: int) -> bool:
         """Whether the checkpoint of `step` is there, or on its way."""
-        return any(save.step == step for save in self._pending) or os.path.isdir(self.path(step))
+        return any(save.step == step for save in self._pending) or os.path.isdir(
+            os.path.join(self._root, TrainerNaming().committed(step))
+        )
 
     def add(self, step: int, future: Future[int]) -> None:
         """A checkpoint is on its way."""
@@ -76,7 +80,7 @@ class Saves:
         wanted = trainer.control.should_save
         trainer.state = save.state
         try:
-            if trainer.args.push_to_hub:
+            if trainer.args.push_to_hub and self._root == self._output_dir:
                 trainer._push_from_checkpoint(self.path(save.step))
             trainer.control = self._on_save(trainer.args, save.state, trainer.control)
         finally:

@@ -109,28 +109,22 @@ def is_stock(kind: type, method: str, ours: tuple[type, ...]) -> bool:
     return True
 
 
-#: More passes than any training has.
-_NEVER = 1 << 62
-
-
 class ResumedAt(int):
     """The global step of a resumed run, which knows the pass over the data and the updates in it.
 
-    The loops up to 5.0 compute both by dividing the step inline; where a pass ends when the data do, that is wrong.
+    The Trainer computes both by dividing the step (inline, up to 5.0): wrong where a pass ends when the data do.
+    And it trains one step more where nothing is left to train: then this names a pass that never comes.
     """
 
     epoch: int
     updates: int
-    args: Any
+    asked: tuple[int, float]
+    """``max_steps`` and ``num_train_epochs`` of the arguments."""
 
     def __floordiv__(self, other: int) -> int:
-        """The pass to begin with, of `other` updates each; behind the last one where all steps are done.
-
-        The Trainer looks whether it is at the end only after a step: a training that was finished, and is started
-        again, would go one step too far each time.
-        """
-        last = self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * other)
-        return _NEVER if int(self) >= last else self.epoch
+        steps, epochs = self.asked
+        last = steps if steps > 0 else math.ceil(epochs * other)
+        return sys.maxsize if int(self) >= last else self.epoch
 
     def __mod__(self, other: int) -> int:
         return self.updates
@@ -152,3 +146,8 @@ def is_new_best(args: Any, state: Any, metrics: Mapping[str, float]) -> bool:
         return False
     state.best_metric = value
     return True
+
+
+def loss_in_all(trainer: Any) -> float:
+    """The loss of all logged steps, where the mean over the whole training is made of it (to 5.7; else of one call)."""
+    return float(trainer._total_loss_scalar) if running_loss(trainer) is None else 0.0

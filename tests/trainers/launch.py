@@ -7,6 +7,7 @@ where it says so, a new interpreter, under torchrun where it has ranks.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from tests.support.zygote import Child, Zygote
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERSIONS = ("4", "5")
 JOB = "tests.trainers.job"
-KILLED = -9
 
 _zygotes: dict[str, Zygote] = {}
 
@@ -39,9 +39,9 @@ class Ended:
 
     @property
     def complaint(self) -> str:
-        """The last line that says something: of a traceback, the error."""
-        lines = [line for line in self.said.splitlines() if line.strip()]
-        return lines[-1] if lines else f"exit code {self.codes}"
+        """The last line that names an error; without one, the exit codes."""
+        lines = [line.strip() for line in self.said.splitlines() if re.match(r"[\w.\[\]: ]*(Error|Exception)\b", line)]
+        return lines[-1] if lines else f"exit codes {self.codes}"
 
 
 def run(
@@ -49,9 +49,7 @@ def run(
 ) -> Ended:
     """Run `job` with `arguments` to its end; what it says goes to files that begin with `beside`."""
     words = [str(argument) for argument in arguments]
-    # Without its memory a job cannot prove that the one before is dead, and waits until its lease has run out.
-    lease = {"EASYCKPT_LEASE_TIMEOUT": "2", "EASYCKPT_LEASE_INTERVAL": "0.5"}
-    environment = {**lease, **os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)}
     return (in_new_interpreters if fresh else in_forks)(version, job, words, environment, ranks, beside)
 
 

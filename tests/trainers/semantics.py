@@ -557,3 +557,15 @@ def test_an_error_of_the_trainers_own_is_not_replaced(out):
     with pytest.raises(Stopped):
         make(out, callbacks=[At(3, stop)]).train()
     assert issubclass(SaveFailed, EasyckptError)
+
+
+def test_a_training_that_is_over_trains_no_more(out, tmp_path):
+    make(out).train()
+    for limit in ({}, {"max_steps": -1, "num_train_epochs": 1}):
+        trainer = make(out, **limit)
+        begun = []
+        trainer.add_callback(At(STEPS, lambda control, begun=begun: begun.append(STEPS)))
+        trainer.train(resume_from_checkpoint=True)
+        assert (begun, trainer.state.global_step) == ([], STEPS)
+        assert same(weights(trainer), straight(tmp_path))
+        assert checkpoints(out) == [2, 4, 6, 8]
