@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainers.launch import VERSIONS
-from tests.trainers.matrix import Record, Resumed, Trial, differences, kill_and_resume
+from tests.trainers.matrix import Record, Resumed, Trial, differences, kill_and_resume, lose_snapshots
 from tests.trainers.scenarios import TABLE, Scenario
 
 #: One of each kind of difficulty.
@@ -67,6 +67,22 @@ def test_stopped_in_order(version, tmp_path):
     resumed = trial.resumed(trial.stopped(), "resumed")
     assert differences(trial.straight(), resumed) == []
     assert resumed[0]["began"] in {10, 12}  # the newest that was saved, or that there was
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_killed_again_and_again(version, tmp_path):
+    """Each start goes on from what the one before has left, whichever tier it is in."""
+    trial = Trial(TABLE["mlm_ga2"], version, tmp_path)
+    out = tmp_path / "run"
+    trial.kill(out, 4)
+    trial.kill(out, 7, "--resume")
+    trial.kill(out, 12, "--resume", "--committed", 10)
+    lose_snapshots()
+    trial.kill(out, 11, "--resume")
+    trial.kill(out, 17, "--resume")
+    resumed = trial.resumed(out, "resumed")
+    assert differences(trial.straight(), resumed) == []
+    assert resumed[0]["began"] in {16, 17}
 
 
 @pytest.mark.parametrize("name", ["mlm", "iter_multi", "log4"])

@@ -10,9 +10,19 @@
 
 from __future__ import annotations
 
-from easyckpt.integrations.transformers import versions
-from easyckpt.integrations.transformers.wrapper import TrainerWrapper
+from typing import TYPE_CHECKING, Any
 
-versions.check()
+if TYPE_CHECKING:
+    from easyckpt.integrations.transformers.wrapper import TrainerWrapper
 
 __all__ = ["TrainerWrapper"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import transformers only for what needs it: checkpoints can be looked at without."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from easyckpt.integrations.transformers import versions, wrapper  # noqa: PLC0415
+
+    versions.check()
+    return getattr(wrapper, name)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from easyckpt.format.difference import ASIDE
+from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import recipe
-from easyckpt.integrations.transformers.data import TrainingData
 from easyckpt.integrations.transformers.names import (
     ARGUMENTS_FILE,
     DATA,

@@ -123,3 +123,14 @@ def put_back(trainer: Any, progress: Progress) -> None:
     trainer._total_loss_scalar = value["total_loss"]
     trainer._globalstep_last_logged = value["logged_at"]
     trainer.current_flos = value["flos"]
+    if not trainer.args.restore_callback_states_from_checkpoint:  # else the Trainer has made them anew
+        _put_back_callbacks(trainer, value["state"]["stateful_callbacks"])
+
+
+def _put_back_callbacks(trainer: Any, states: Mapping[str, Any]) -> None:
+    """What callbacks have counted, such as early stopping's patience; how they were set up is the program's."""
+    left = {name: list(state) if isinstance(state, list) else [state] for name, state in states.items()}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ExportableState) and left.get(type(callback).__name__):
+            for name, value in left[type(callback).__name__].pop(0).get("attributes", {}).items():
+                setattr(callback, name, value)

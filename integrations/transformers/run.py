@@ -7,6 +7,7 @@ is so only after what happens at the end of the epoch: a job that was killed in 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -20,11 +21,11 @@ from easyckpt import ending
 from easyckpt.dialects import of_trainer
 from easyckpt.engine import Checkpointer
 from easyckpt.errors import UsageError
-from easyckpt.integrations.transformers import data as training_data
+from easyckpt.integrations import training_data
+from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import progress as trainer_progress
 from easyckpt.integrations.transformers import scratch, versions
 from easyckpt.integrations.transformers.components import Files, state_of
-from easyckpt.integrations.transformers.data import TrainingData
 from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
 from easyckpt.integrations.transformers.options import Options
 from easyckpt.integrations.transformers.plan import Planner
@@ -47,9 +48,9 @@ class TrainingRun:
         self.data = TrainingData(rank=args.process_index)
         planner = Planner(world_size=args.world_size, model_only=args.save_only_model)
         limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
-        self._prospect: Prospect | None = Prospect(
-            os.path.abspath(args.output_dir), of_trainer(planner), max_ckpt_num=limit, **options.settings()
-        )
+        self._limit = limit
+        self._dialect = of_trainer(planner)
+        self._prospect: Prospect | None = self._opened()
         self._checkpointer: Checkpointer | None = None
         self._private: str | None = None
         self._in_epoch_end = self._requested = False
@@ -58,10 +59,17 @@ class TrainingRun:
         self._first_loss: torch.Tensor | None = None
         try:
             self.origin: Origin = find_origin(self._prospect, resume, {PROGRESS: self.progress, DATA: self.data})
+            if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
+                self.data.forget()
+                self.progress.restored = None
             self.path = self._path_for_trainer()
         except BaseException:
             self._prospect.close()
             raise
+
+    def _opened(self) -> Prospect:
+        root = os.path.abspath(self._trainer.args.output_dir)
+        return Prospect(root, self._dialect, max_ckpt_num=self._limit, **self._options.settings())
 
     def _path_for_trainer(self) -> str | None:
         """What the Trainer is to resume from: its own checkpoint, or a directory that only holds its state file."""
@@ -88,7 +96,8 @@ class TrainingRun:
         if trainer.args.should_save:
             self.files.learn(trainer)
         if self._prospect is None:
-            raise RuntimeError("a training run is started once")
+            self._begin_again()
+        assert self._prospect is not None
         prospect, self._prospect = self._prospect, None
         state = state_of(trainer, self.progress, self.data, self.files)
         checkpointer = self._checkpointer = prospect.checkpointer(state)
@@ -111,6 +120,22 @@ class TrainingRun:
         if trainer.args.ignore_data_skip:
             self.data.resumed = None
         self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
+
+    def _begin_again(self) -> None:
+        """The Trainer has begun its loop anew, with smaller batches: what was trained so far counts for nothing."""
+        assert self._checkpointer is not None
+        vars(self._trainer.callback_handler).pop("on_save", None)
+        checkpointer, self._checkpointer = self._checkpointer, None
+        checkpointer.leave()
+        self._prospect = self._opened()
+        self._best, self._requested = [], False
+        if self.origin.found is not None:
+            found = self._prospect.look({PROGRESS: self.progress, DATA: self.data}, step=self.origin.step)
+            self.origin = dataclasses.replace(self.origin, found=found)
+        elif self.origin.elsewhere is not None:
+            self._prospect.look_elsewhere(self.origin.elsewhere, {PROGRESS: self.progress, DATA: self.data})
+        else:
+            self.data.forget()
 
     def _put_back_loss(self) -> None:
         assert self.progress.restored is not None
@@ -145,12 +170,15 @@ class TrainingRun:
             kinds = (int, float, str, np.number)
             self._checkpointer.log(**{name: value for name, value in values.items() if isinstance(value, kinds)})
 
-    def request_save(self) -> None:
-        """The Trainer wants a checkpoint of this step."""
+    def request_save(self, metrics: Any = None) -> None:
+        """The Trainer wants a checkpoint of this step. `metrics`: up to 4.46, by which it is judged here."""
         trainer = self._trainer
         self._requested = True
         if trainer.hp_search_backend is None:
             trainer.store_flos()
+        if metrics is not None and versions.is_new_best(trainer.args, trainer.state, metrics):
+            trainer.state.best_model_checkpoint = self.saves.path(trainer.state.global_step)
+            self._keep(trainer.state.global_step)
         best = getattr(trainer.state, "best_global_step", None)
         if best and trainer.args.save_strategy != "no":
             if best == trainer.state.global_step or self.saves.known(best):
@@ -201,10 +229,14 @@ class TrainingRun:
             if self._trainer.args.should_save:
                 self.files.learn(self._trainer)
             skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
-            future = checkpointer.flush(step, skip=skip)
+            control = self._trainer.control
+            control.should_save = True  # as it is when the Trainer writes its state
+            waits = self._options.on_save == "wait"  # so the snapshot must be whole before the next optimizer step
+            future = checkpointer.save(step) if waits else checkpointer.flush(step, skip=skip)
+            control.should_save = False
             self.saves.add(step, future)
             self._flushed_at = self._snapshot_at = step
-            if self._options.on_save == "wait":
+            if waits:
                 self.saves.deliver(wait=True)
         elif step > self._snapshot_at:
             checkpointer.save_if_needed(step)
@@ -213,7 +245,7 @@ class TrainingRun:
     def _must_be_made(self, step: int) -> bool:
         """Whether this checkpoint may not be skipped for the sake of speed: nothing will come in its place."""
         trainer = self._trainer
-        best = getattr(trainer.state, "best_global_step", None) == step
+        best = step in self._best
         ends = trainer.control.should_training_stop or step >= trainer.state.max_steps
         return best or ends
 
@@ -236,12 +268,15 @@ class TrainingRun:
             if self._checkpointer is not None:
                 last_first.callback(self._end_of(self._checkpointer, error))
 
-    @staticmethod
-    def _end_of(checkpointer: Checkpointer, error: BaseException | None) -> Callable[[], None]:
+    def _end_of(self, checkpointer: Checkpointer, error: BaseException | None) -> Callable[[], None]:
         """How it lets go. A program that ends itself in the middle, and well, has its newest snapshot committed."""
-        if error is None:
-            return checkpointer.leave
-        return checkpointer.close if ending.is_clean(error) else checkpointer.abandon
+        if error is not None:
+            return checkpointer.close if ending.is_clean(error) else checkpointer.abandon
+        found = self.origin.found
+        idle = found is not None and found.tier == "memory" and found.step == self._counted_at
+        if idle and self._trainer.args.save_strategy != "no":
+            return checkpointer.close  # nothing was left to do but the checkpoint that a kill has prevented
+        return checkpointer.leave
 
     def _tidy(self) -> None:
         self.progress.trainer = None

@@ -6,6 +6,7 @@ Supported: transformers from 4.46 to 5, accelerate from 1.0 on. Read, and run by
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -111,14 +112,19 @@ def is_stock(kind: type, method: str, ours: tuple[type, ...]) -> bool:
 class ResumedAt(int):
     """The global step of a resumed run, which knows the pass over the data and the updates in it.
 
-    The loops up to 5.0 compute both by dividing the step inline; where a pass ends when the data do, that is wrong.
+    The Trainer computes both by dividing the step (inline, up to 5.0): wrong where a pass ends when the data do.
+    And it trains one step more where nothing is left to train: then this names a pass that never comes.
     """
 
     epoch: int
     updates: int
+    asked: tuple[int, float]
+    """``max_steps`` and ``num_train_epochs`` of the arguments."""
 
     def __floordiv__(self, other: int) -> int:
-        return self.epoch
+        steps, epochs = self.asked
+        last = steps if steps > 0 else math.ceil(epochs * other)
+        return sys.maxsize if int(self) >= last else self.epoch
 
     def __mod__(self, other: int) -> int:
         return self.updates
@@ -127,6 +133,19 @@ class ResumedAt(int):
 def running_loss(trainer: Any) -> torch.Tensor | None:
     """The loss since the last log, where the Trainer keeps it (from 5.8; before, in a variable of its loop)."""
     return getattr(trainer, "_tr_loss", None)
+
+
+def is_new_best(args: Any, state: Any, metrics: Mapping[str, float]) -> bool:
+    """Take the metric that ``metric_for_best_model`` names; whether it is the best so far (up to 4.46)."""
+    name = args.metric_for_best_model
+    if name is None:
+        return False
+    value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
+    known = state.best_metric if state.best_model_checkpoint is not None else None
+    if known is not None and not (value > known if args.greater_is_better else value < known):
+        return False
+    state.best_metric = value
+    return True
 
 
 def loss_in_all(trainer: Any) -> float:

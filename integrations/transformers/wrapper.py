@@ -72,7 +72,7 @@ class Inside(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         run, stock = self._easyckpt.run, self._easyckpt.synchronous
         if run is not None:
-            run.request_save()
+            run.request_save(kwargs.get("metrics", args[0] if args else None))
         elif stock is not None:
             write = super()._save_checkpoint
             stock.save(lambda: write(model, trial, *args, **kwargs), trial)
@@ -108,6 +108,7 @@ class Inside(Trainer):  # type: ignore[misc]
             self.state.global_step = versions.ResumedAt(self.state.global_step)
             self.state.global_step.epoch = epoch
             self.state.global_step.updates = updates
+            self.state.global_step.asked = (self.args.max_steps, self.args.num_train_epochs)
 
     def _restores(self) -> bool:
         return self._easyckpt.run is not None and self._easyckpt.run.restores

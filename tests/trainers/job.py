@@ -42,6 +42,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=["stock", "wrapped"], required=True)
     parser.add_argument("--options", type=json.loads, default={}, help="JSON of the wrapper's options")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--moment", help="where in that step; the scenario's own by default")
+    parser.add_argument("--armed", default="", metavar="FAILPOINTS", help="as EASYCKPT_FAILPOINTS takes them")
     parser.add_argument("--until", type=int, help="end when this step has ended")
     parser.add_argument("--how", choices=["kill", "stop"], default="kill")
     parser.add_argument("--committed", type=int, help="be killed only when this step is in storage")
@@ -62,8 +64,10 @@ def main() -> None:
     if given.until is not None:
         trainer.add_callback(End(given, scenario, path))
     if given.mode == "wrapped":
+        from easyckpt import failpoints
         from easyckpt.integrations.transformers import TrainerWrapper
 
+        failpoints.arm(given.armed)
         trainer = TrainerWrapper(trainer, **given.options)
     output = trainer.train(resume_from_checkpoint=True if given.resume else None)
     path.write_text(json.dumps(record(trainer, notes) | {"train_loss": output.training_loss}, indent=1))
@@ -116,7 +120,7 @@ class End(TrainerCallback):
     def __init__(self, given: argparse.Namespace, scenario: Scenario, path: Path) -> None:
         self.given, self.path = given, path
         if given.how == "kill":
-            setattr(self, scenario.moment, self.die)
+            setattr(self, given.moment or scenario.moment, self.die)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.given.how == "stop" and state.global_step == self.given.until:
@@ -183,15 +187,16 @@ def record(trainer: Trainer, notes: Notes) -> dict[str, Any]:
         "total_flos": state.total_flos,
         "tokens_seen": state.num_input_tokens_seen,
         "best": [state.best_metric, getattr(state, "best_global_step", None)],
-        "callbacks": digest([part.state() for part in stateful_parts(trainer)]),
+        "callbacks": digest([part.state() for part in stateful_callbacks(trainer)]),
         "logs": [{key: value for key, value in entry.items() if is_of_training(key)} for entry in state.log_history],
         "batches": notes.batches,
     }
 
 
-def stateful_parts(trainer: Trainer) -> list[ExportableState]:
-    parts = [*trainer.callback_handler.callbacks, trainer.control]
-    return [part for part in parts if isinstance(part, ExportableState)]
+def stateful_callbacks(trainer: Trainer) -> list[ExportableState]:
+    """The user's and the framework's, not the wrapper's."""
+    callbacks = [part for part in trainer.callback_handler.callbacks if isinstance(part, ExportableState)]
+    return [part for part in callbacks if not type(part).__module__.startswith("easyckpt.")]
 
 
 def is_of_training(key: str) -> bool:

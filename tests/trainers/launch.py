@@ -7,6 +7,7 @@ where it says so, a new interpreter, under torchrun where it has ranks.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +18,7 @@ from tests.support.zygote import Child, Zygote
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERSIONS = ("4", "5")
-PROGRAM = "from tests.trainers.job import main; main()"
-KILLED = -9
+JOB = "tests.trainers.job"
 
 _zygotes: dict[str, Zygote] = {}
 
@@ -39,18 +39,18 @@ class Ended:
 
     @property
     def complaint(self) -> str:
-        """The last line that says something: of a traceback, the error."""
-        lines = [line for line in self.said.splitlines() if line.strip()]
-        return lines[-1] if lines else f"exit code {self.codes}"
+        """The last line that names an error; without one, the exit codes."""
+        lines = [line.strip() for line in self.said.splitlines() if re.match(r"[\w.\[\]: ]*(Error|Exception)\b", line)]
+        return lines[-1] if lines else f"exit codes {self.codes}"
 
 
-def run(version: str, arguments: Sequence[object], *, ranks: int, beside: Path, fresh: bool = False) -> Ended:
-    """Run job.py with `arguments` to its end; what it says goes to files that begin with `beside`."""
+def run(
+    version: str, arguments: Sequence[object], *, ranks: int, beside: Path, fresh: bool = False, job: str = JOB
+) -> Ended:
+    """Run `job` with `arguments` to its end; what it says goes to files that begin with `beside`."""
     words = [str(argument) for argument in arguments]
-    # Without its memory a job cannot prove that the one before is dead, and waits until its lease has run out.
-    lease = {"EASYCKPT_LEASE_TIMEOUT": "2", "EASYCKPT_LEASE_INTERVAL": "0.5"}
-    environment = {**lease, **os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)}
-    return (in_new_interpreters if fresh else in_forks)(version, words, environment, ranks, beside)
+    environment = {**os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)}
+    return (in_new_interpreters if fresh else in_forks)(version, job, words, environment, ranks, beside)
 
 
 def quiet() -> dict[str, str]:
@@ -64,7 +64,7 @@ def quiet() -> dict[str, str]:
     }
 
 
-def in_forks(version: str, words: list[str], environment: dict[str, str], ranks: int, beside: Path) -> Ended:
+def in_forks(version: str, job: str, words: list[str], environment: dict[str, str], ranks: int, beside: Path) -> Ended:
     if version not in _zygotes:
         _zygotes[version] = Zygote(python_of(version), ["tests.trainers.warm"])
     zygote = _zygotes[version]
@@ -76,21 +76,24 @@ def in_forks(version: str, words: list[str], environment: dict[str, str], ranks:
             "MASTER_PORT": str(free_port()),
             "GLOO_SOCKET_IFNAME": "lo",
         }
+    program = f"from {job} import main; main()"
     children: list[Child] = []
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
         stderr = Path(f"{beside}.stderr.{rank}")
-        children.append(zygote.fork(words, environment | own, stderr, children[0].pid if children else 0, PROGRAM))
+        children.append(zygote.fork(words, environment | own, stderr, children[0].pid if children else 0, program))
     texts = [child.communicate()[1] for child in children]
     return Ended([int(child.returncode or 0) for child in children], "\n".join(texts))
 
 
-def in_new_interpreters(version: str, words: list[str], environment: dict[str, str], ranks: int, beside: Path) -> Ended:
+def in_new_interpreters(
+    version: str, job: str, words: list[str], environment: dict[str, str], ranks: int, beside: Path
+) -> Ended:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     stderr = Path(f"{beside}.stderr")
     with stderr.open("wb") as said:
         ended = subprocess.run(
-            [python_of(version), *torchrun, "-m", "tests.trainers.job", *words],
+            [python_of(version), *torchrun, "-m", job, *words],
             cwd=REPOSITORY,
             env=environment,
             stdin=subprocess.DEVNULL,

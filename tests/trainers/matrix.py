@@ -1,8 +1,8 @@
 """Is a resumed training the straight one, to the bit? One scenario of the table at a time, or the whole as a table.
 
-    python -m tests.trainers.matrix [--mode stock] [--versions 4 5] [--fresh] [SCENARIO…]
+    python -m tests.trainers.matrix [--mode stock] [--version 5] [--fresh] [SCENARIO…]
 
-A training is killed and resumed twice from what it left: with its memory, and without. The stock Trainer has none.
+A training is killed, and resumed from what it has left in memory, or in storage alone (the stock Trainer always).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +28,11 @@ ABOUT_THE_PROCESS = ("began", "transformers", "train_loss")
 
 
 class Failed(Exception):
-    """A job has ended otherwise than it should have."""
+    """A job has ended otherwise than it should have; `message` is the short of it."""
+
+    def __init__(self, message: str, ended: launch.Ended) -> None:
+        super().__init__(f"{message}\n{ended.said[-4000:]}")
+        self.message = message
 
 
 # -- one scenario ------------------------------------------------------------------------------------------------------
@@ -50,27 +53,22 @@ class Trial:
         mode = mode or self.mode
         return self.finished(self.directory / f"straight-{mode}", f"straight-{mode}", "--mode", mode)
 
-    def killed(self) -> Path:
-        """Kill a training; returns its output directory, as the kill has left it."""
-        scenario, out = self.scenario, self.directory / "run"
-        committed = [] if scenario.saved is None else ["--committed", scenario.saved]
-        ended = self.run(out, "killed", "--mode", self.mode, "--until", scenario.until, *committed)
-        if any(code == 0 for code in ended.codes) or self.records("killed"):
-            raise Failed(f"was not killed at step {scenario.until}: {ended.codes} {ended.complaint}")
+    def killed(self, name: str) -> Path:
+        """Kill a training at the scenario's step; returns its output directory, as the kill has left it."""
+        out, saved = self.directory / f"run-{name}", self.scenario.saved
+        self.kill(out, self.scenario.until, *([] if saved is None else ["--committed", saved]))
         return out
+
+    def kill(self, out: Path, until: int, *words: object) -> None:
+        name = f"{out.name}-killed-{until}"
+        ended = self.run(out, name, "--mode", self.mode, "--until", until, *words)
+        if any(code == 0 for code in ended.codes) or self.records(name):
+            raise Failed(f"not killed at step {until}: {ended.complaint}", ended)
 
     def stopped(self) -> Path:
         """Stop a training in order, and return its output directory."""
-        self.finished(
-            out := self.directory / "run",
-            "stopped",
-            "--mode",
-            self.mode,
-            "--until",
-            self.scenario.until,
-            "--how",
-            "stop",
-        )
+        out = self.directory / "run"
+        self.finished(out, "stopped", "--mode", self.mode, "--until", self.scenario.until, "--how", "stop")
         return out
 
     def resumed(self, out: Path, name: str) -> list[Record]:
@@ -80,7 +78,7 @@ class Trial:
         ended = self.run(out, name, *words)
         records = self.records(name)
         if any(ended.codes) or len(records) != self.scenario.ranks:
-            raise Failed(ended.complaint)
+            raise Failed(ended.complaint, ended)
         return records
 
     def run(self, out: Path, name: str, *words: object) -> launch.Ended:
@@ -107,27 +105,24 @@ TIERS = ("memory", "storage")
 
 
 def kill_and_resume(trial: Trial, tiers: tuple[str, ...] = TIERS) -> Iterator[Resumed]:
-    """Kill it once; resume what is left with memory, and once more with storage alone, if anything is there by then."""
-    out = trial.killed()
-    kept = out.with_name("kept")
-    shutil.copytree(out, kept, symlinks=True)
-    if "memory" in tiers:
-        yield outcome("memory", trial.resumed(out, "memory"))
-    if "storage" in tiers and trial.scenario.saved is not None:
-        empty_memory()
-        shutil.rmtree(out)
-        kept.rename(out)  # the same path: what a checkpoint says of its place is still so
-        yield outcome("storage", trial.resumed(out, "storage"))
+    """Once with the memory that the kill leaves, and, if anything is in storage by then, once without."""
+    for tier in tiers:
+        if tier == "memory" or trial.scenario.saved is not None:
+            out = trial.killed(tier)
+            if tier == "storage":
+                lose_snapshots()
+            yield outcome(tier, trial.resumed(out, tier))
 
 
 def outcome(tier: str, records: list[Record]) -> Resumed:
     return Resumed(tier, [record["began"] for record in records], records)
 
 
-def empty_memory() -> None:
-    """What the memory tier has is lost, as with the machine."""
+def lose_snapshots() -> None:
+    """In memory only what shows that their owner is dead is left: without it a restart waits for the owner's lease."""
     for path in Path(os.environ["EASYCKPT_MEMORY_DIR"]).iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if path.suffix != ".owner":
+            path.unlink()
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -185,12 +180,12 @@ def row(scenario: Scenario, version: str, mode: str, directory: Path, fresh: boo
             try:
                 columns["straight"] = said(differences(trial.straight("stock"), straight), "as stock")
             except Failed as failure:
-                columns["straight"] = f"stock fails: {failure}"
+                columns["straight"] = f"stock fails: {failure.message}"
         for resumed in kill_and_resume(trial, TIERS if mode == "wrapped" else ("storage",)):
             verdict = said(differences(straight, resumed.records), "exact")
             columns[resumed.tier] = f"{verdict} @{','.join(map(str, sorted(set(resumed.began))))}"
     except Failed as failure:
-        columns["straight"] += f" FAILED: {failure}"
+        columns["straight"] += f" FAILED: {failure.message}"
     return [f"{scenario.name}@{scenario.until}", version, *columns.values()]
 
 
@@ -202,13 +197,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", default=list(TABLE), help="all, by default")
     parser.add_argument("--mode", choices=["stock", "wrapped"], default="wrapped")
-    parser.add_argument("--versions", nargs="+", choices=launch.VERSIONS, default=list(launch.VERSIONS))
+    parser.add_argument("--version", action="append", choices=launch.VERSIONS, help="of transformers; all, by default")
     parser.add_argument("--fresh", action="store_true", help="new interpreters; torchrun where there are ranks")
     given = parser.parse_args()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     print("| scenario | transformers | straight | from memory | from storage |\n|---|---|---|---|---|")
     for name in given.scenarios:
-        for version in given.versions:
+        for version in given.version or launch.VERSIONS:
             with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory(dir=memory) as shared:
                 os.environ["EASYCKPT_MEMORY_DIR"] = shared
                 cells = row(TABLE[name], version, given.mode, Path(directory), given.fresh)

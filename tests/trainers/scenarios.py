@@ -120,6 +120,18 @@ def ga2_rem() -> Setup:
     return Setup({"gradient_accumulation_steps": 2}, train=Sequences(7 * BATCH))
 
 
+@scenario(until=8, saved=5)
+def ga2_bound() -> Setup:
+    """Stopped between two such epochs."""
+    return Setup({"gradient_accumulation_steps": 2}, train=Sequences(7 * BATCH))
+
+
+@scenario(moment="on_substep_end")
+def ga4_killed() -> Setup:
+    """Killed between the batches of a step."""
+    return Setup({"gradient_accumulation_steps": 4}, train=Sequences(EIGHT))
+
+
 @scenario()
 def epochs() -> Setup:
     """Shuffled epochs, stopped inside the second."""
@@ -151,6 +163,12 @@ def epochs_last() -> Setup:
 
 
 @scenario()
+def epochs_counted() -> Setup:
+    """The length of the training is given in epochs, the last of them half a one."""
+    return Setup({"max_steps": -1, "num_train_epochs": 2.5}, train=Sequences(EIGHT))
+
+
+@scenario()
 def data_seed() -> Setup:
     """The order of the data has a seed of its own."""
     return Setup({"data_seed": 5}, train=Sequences(EIGHT))
@@ -166,6 +184,12 @@ def seedable_off() -> Setup:
 def seedable_off_epochs() -> Setup:
     """The sampler draws each epoch's order from torch's generator, between the dropout's draws."""
     return Setup(NOT_SEEDABLE, train=Sequences(EIGHT))
+
+
+@scenario(until=BOUNDARY)
+def seedable_off_bound() -> Setup:
+    """The order of the next epoch is still to be drawn."""
+    return Setup(NOT_SEEDABLE, train=Sequences(TEN))
 
 
 @scenario(unlike_stock=OWN_PERMUTATION)
@@ -240,6 +264,13 @@ def mlm_eval() -> Setup:
     return Setup(
         {"eval_strategy": "steps", "eval_steps": 4}, evaluation=Sequences(8), more={"data_collator": Masking()}
     )
+
+
+@scenario()
+def noise_eval() -> Setup:
+    """What is evaluated is random, and is read by two workers."""
+    evaluation = NoisySequences(10)
+    return Setup({"eval_strategy": "steps", "eval_steps": 4, **WORKERS}, evaluation=evaluation)
 
 
 @scenario()
@@ -323,6 +354,18 @@ def iter_drawn_multi() -> Setup:
     return Setup(train=DrawnStream(EIGHT))
 
 
+@scenario(unlike_stock=RANDOM_WORKERS)
+def iter_drawn_w2() -> Setup:
+    """Two workers draw, each by itself."""
+    return Setup(WORKERS, train=DrawnStream(EIGHT))
+
+
+@scenario(until=BOUNDARY)
+def iter_drawn_bound() -> Setup:
+    """The order of the next pass is still to be drawn."""
+    return Setup(train=DrawnStream(TEN))
+
+
 @scenario()
 def iter_w2() -> Setup:
     """Two workers share the stream."""
@@ -360,6 +403,12 @@ def hf_iter_multi() -> Setup:
     return Setup(train=table_of(EIGHT).to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=16))
 
 
+@scenario()
+def hf_iter_multi_w2() -> Setup:
+    """Two workers have a buffer each."""
+    return Setup(WORKERS, train=table_of(EIGHT).to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=16))
+
+
 # -- numbers, optimizers, schedulers -----------------------------------------------------------------------------------
 
 
@@ -381,6 +430,12 @@ def bf16_model() -> Setup:
 def cosine() -> Setup:
     """A cosine after a warm-up that ends between the checkpoint and the kill."""
     return Setup({"lr_scheduler_type": "cosine", "warmup_steps": 11})
+
+
+@scenario()
+def restarts() -> Setup:
+    """A cosine with restarts."""
+    return Setup({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}})
 
 
 @scenario()
@@ -549,6 +604,14 @@ def best_last() -> Setup:
     return Setup(arguments, train=Sequences(EIGHT), evaluation=Sequences(EIGHT))
 
 
+@scenario(saved=12)
+def best_saved() -> Setup:
+    """Only what is best is saved."""
+    judged = {"save_strategy": "best", "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    arguments = {"eval_strategy": "steps", "eval_steps": 4, "learning_rate": 1e-3, **judged}
+    return Setup(arguments, train=Sequences(EIGHT), evaluation=Sequences(EIGHT))
+
+
 @scenario()
 def limit1() -> Setup:
     """One checkpoint is kept."""
@@ -576,6 +639,12 @@ def ddp_epochs() -> Setup:
     return Setup(train=Sequences(2 * EIGHT))
 
 
+@scenario(ranks=2, until=BOUNDARY)
+def ddp_bound() -> Setup:
+    """Stopped between two epochs."""
+    return Setup(train=Sequences(2 * TEN))
+
+
 @scenario(ranks=2)
 def ddp_ga2() -> Setup:
     """Gradients are summed over two batches, then over the ranks; each epoch's last step has one batch."""
@@ -588,6 +657,19 @@ def ddp_mlm() -> Setup:
     return Setup(train=Sequences(2 * EIGHT), more={"data_collator": Masking()})
 
 
+@scenario(ranks=2, unlike_stock=RANDOM_WORKERS)
+def ddp_noise_w2() -> Setup:
+    """Each rank has workers of its own."""
+    return Setup(WORKERS, train=NoisySequences(2 * EIGHT))
+
+
+@scenario(ranks=2, unlike_stock=OWN_PERMUTATION)
+def ddp_group_len() -> Setup:
+    """Sequences of like lengths share a batch, on each rank."""
+    train = Sequences(2 * EIGHT, (4, 16))
+    return Setup({"group_by_length": True}, train=train, more={"data_collator": Padding()})
+
+
 @scenario(ranks=2)
 def ddp_seedable_off() -> Setup:
     """The sampler's generator is the same on all ranks."""
@@ -598,6 +680,12 @@ def ddp_seedable_off() -> Setup:
 def ddp_iter_multi() -> Setup:
     """Several passes over a stream that one rank reads for both."""
     return Setup(train=Stream(2 * EIGHT))
+
+
+@scenario(ranks=2)
+def ddp_iter_shard() -> Setup:
+    """Each rank reads all of it, and takes its part."""
+    return Setup({"accelerator_config": {"dispatch_batches": False}}, train=Stream(2 * EIGHT))
 
 
 @scenario(ranks=2)

@@ -1,4 +1,4 @@
-"""Which batches were trained on, and the randomness of those to come: the position in a Trainer's training data.
+"""Which batches were trained on, and the randomness of those to come: the position in data that are read ahead.
 
 accelerate's loaders read one batch ahead, so at the end of a step the next batch has been made already, with numbers
 that the global generators gave for it. A resumed job makes that batch anew: with the generators as they were right
@@ -25,6 +25,8 @@ from easyckpt.state.generators import host_generators, set_host_generators
 from easyckpt.state.loaders import IndexBatches, is_map_style, open_iterator, own_generators
 
 _END = object()
+OF_ACCELERATE = ("DataLoaderShard", "DataLoaderDispatcher")
+"""Classes of the loaders that accelerate makes, whose reading is known."""
 
 
 @dataclass(slots=True)
@@ -60,6 +62,8 @@ class Reading:
     """Batches that are read ahead together."""
     fetches: bool = True
     """This rank reads; else another one reads for it."""
+    dispatches: bool = False
+    """One rank reads for all. The last batch, if it is too small, is filled up from the first that was read."""
 
 
 class TrainingData:
@@ -93,6 +97,10 @@ class TrainingData:
         """(pass, optimizer steps in it) that training goes on behind after a load."""
         return (self.place.epoch + 1, 0) if self.place.finished else (self.place.epoch, self.place.updates)
 
+    def forget(self) -> None:
+        """Training begins anew."""
+        self.place, self.resumed, self._begun = Place(), None, False
+
     def begin_epoch(self) -> None:
         """A pass begins, or is gone on with. Behind one that was finished before a load, with its generators."""
         if self.resumed is None or self.resumed.finished:
@@ -121,6 +129,7 @@ class TrainingData:
         """The batches of the pass `epoch` over `loader`, a torch DataLoader, that were not consumed yet."""
         resumed, self.resumed = self.resumed, None
         own = self._generators = _all_generators(loader)
+        goes_on = self.skip > 0 or (resumed is not None and not resumed.finished)
         continues = resumed is not None and resumed.finished
         if resumed is not None and continues:
             _set_all(own, resumed.own)
@@ -132,12 +141,15 @@ class TrainingData:
         self._exhausted = False
         self._untold = []
         behind = None if resumed is None else dataclasses.replace(resumed)
+        if self.reading.dispatches:
+            self.reading.outer.skip_batches = int(goes_on)  # the first, which is read again
         a_pass = _Pass(self, loader, own, behind, continues)
         # Now, not at the first batch: where another rank reads for this one, its generators must come to the same.
         return self._hand_out(a_pass, a_pass.open())
 
     def _hand_out(self, a_pass: _Pass, batches: Iterator[Any]) -> Iterator[Any]:
         place, group = self.place, self.reading.group
+        yield from a_pass.first
         for number in itertools.count():
             if a_pass.resumed is not None and number == group > 0:
                 a_pass.set_now()
@@ -146,6 +158,8 @@ class TrainingData:
                 self._tell()
             batch = next(batches, _END)
             if batch is _END:
+                if a_pass.resumed is not None and number < group:  # what was read ahead was the incomplete end
+                    a_pass.set_now()
                 break
             if number % max(1, group) == 0:
                 self._ahead_from = self._fetched
@@ -178,6 +192,8 @@ class _Pass:
     """It follows a pass that was finished before the load."""
     before: dict[str, Any] = field(default_factory=host_generators)
     own_before: dict[str, torch.Tensor] = field(default_factory=dict)
+    first: list[Any] = field(default_factory=list)
+    """The first batches of a pass that is gone on with, where they are wanted."""
     seed_base: bytes = b""
 
     def __post_init__(self) -> None:
@@ -185,13 +201,15 @@ class _Pass:
 
     def open(self) -> Iterator[Any]:
         """An iterator that gives the first batch that was not consumed next."""
-        if is_map_style(self.loader):
+        if is_map_style(self.loader) and not self.data.reading.dispatches:
             sampler = self.loader.batch_sampler if self.loader.batch_sampler is not None else self.loader.sampler
             seeds = self._seed if self.loader.num_workers > 0 else None
             return open_iterator(self.loader, IndexBatches(sampler, self._skip(), self._at_start, self._behind, seeds))
         self._at_start()
         iterator: Iterator[Any] = iter(self.loader)
-        for _ in range(self._skip()):
+        if self.data.reading.dispatches:
+            self.first = list(itertools.islice(iterator, min(self.data.reading.group, self._skip())))
+        for _ in range(self._skip() - len(self.first)):
             if next(iterator, _END) is _END:
                 break
         self._behind()
@@ -304,8 +322,19 @@ def skip_batches(loader: Any, count: int) -> bool:
     if not is_tracked(loader):
         return False
     data: TrainingData = vars(loader).get("base_dataloader", loader)._data
-    data.skip = count if data.resumed is None else 0
+    data.skip = count * max(1, data.reading.group) if data.resumed is None else 0
     return True
+
+
+def reading_of(loader: Any) -> Reading:
+    """How `loader` reads: one of torch's, one of accelerate's, or another that is iterated as a whole."""
+    kind = type(loader).__name__
+    if kind == "DataLoaderShard":
+        return Reading(loader, 1)
+    if kind == "DataLoaderDispatcher":
+        group = 1 if loader.split_batches else int(loader.state.num_processes)
+        return Reading(loader, group, fetches=int(loader.state.process_index) == 0, dispatches=True)
+    return Reading() if isinstance(loader, DataLoader) else Reading(loader)
 
 
 def track(loader: Any, data: TrainingData) -> Any:
@@ -313,16 +342,8 @@ def track(loader: Any, data: TrainingData) -> Any:
 
     A loader that is neither torch's nor one of accelerate's is left as it is.
     """
-    kind = type(loader).__name__
-    if kind == "DataLoaderShard":
-        data.reading = Reading(loader, 1)
-    elif kind == "DataLoaderDispatcher":
-        group = 1 if loader.split_batches else int(loader.state.num_processes)
-        data.reading = Reading(loader, group, fetches=int(loader.state.process_index) == 0)
-    elif isinstance(loader, DataLoader):
-        data.reading = Reading()
-    else:
-        data.reading = Reading(loader)
+    data.reading = reading_of(loader)
+    if data.reading.outer is not None and type(loader).__name__ not in OF_ACCELERATE:
         return loader
     if is_tracked(loader):  # one that the program keeps
         vars(vars(loader).get("base_dataloader", loader))["_data"] = data

@@ -1,0 +1,24 @@
+"""What a wrapped Trainer's arguments, files and callbacks mean, on each supported major version of transformers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from tests.trainers.launch import REPOSITORY, VERSIONS, quiet
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_semantics(version):
+    python = REPOSITORY / f".venv-transformers{version}" / "bin" / "python"
+    ran = subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/trainers/semantics.py"],
+        cwd=REPOSITORY,
+        env={**os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
