@@ -28,11 +28,11 @@ from easyckpt.verification import verify
 from tests.support.crashjob import Notes, Starts, leftovers
 from tests.support.workplace import in_memory
 
-#: What needs a framework that is not installed here; it declares no failpoints of its own.
-NEEDS_MORE = "easyckpt.integrations.transformers"
+#: They need frameworks that are not installed here, and declare no failpoints of their own.
+INTEGRATIONS = "easyckpt.integrations."
 
 for module in pkgutil.walk_packages(easyckpt.__path__, "easyckpt."):
-    if not module.name.endswith("__main__") and not module.name.startswith(NEEDS_MORE):
+    if not module.name.endswith("__main__") and not module.name.startswith(INTEGRATIONS):
         importlib.import_module(module.name)
 
 SEED = 20240607
