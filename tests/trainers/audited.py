@@ -25,13 +25,13 @@ class Noisy(Dataset[dict[str, Tensor]]):
 
     def __init__(self, generator: torch.Generator | None) -> None:
         self.tokens = torch.randint(1, TOKENS, (128, LENGTH), generator=torch.Generator().manual_seed(3))
-        self.generator = generator
+        self.noise = generator
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        replaced = torch.rand(LENGTH, generator=self.generator) < 0.2
+        replaced = torch.rand(LENGTH, generator=self.noise) < 0.2
         tokens = torch.where(replaced, 0, self.tokens[index])
         return {"input_ids": tokens, "labels": tokens}
 
@@ -42,7 +42,7 @@ class OwnSchedule(TrainerCallback):
     def __init__(self) -> None:
         self.steps = 0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         self.steps += 1
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 / self.steps
@@ -71,4 +71,4 @@ trainer = Trainer(
     callbacks=[OwnSchedule()] if mistake == "counts the schedule from zero" else [],
 )
 trainer = TrainerWrapper(trainer)
-trainer.train(resume_from_checkpoint=mistake != "never resumes")
+trainer.train(resume_from_checkpoint=True)
