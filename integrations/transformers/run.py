@@ -58,6 +58,9 @@ class TrainingRun:
         self._first_loss: torch.Tensor | None = None
         try:
             self.origin: Origin = find_origin(self._prospect, resume, {PROGRESS: self.progress, DATA: self.data})
+            if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
+                self.data.forget()
+                self.progress.restored = None
             self.path = self._path_for_trainer()
         except BaseException:
             self._prospect.close()
@@ -158,12 +161,15 @@ class TrainingRun:
         """The last step of a pass has ended; what belongs to the end of the epoch comes now."""
         self._in_epoch_end = True
 
-    def request_save(self) -> None:
-        """The Trainer wants a checkpoint of this step."""
+    def request_save(self, metrics: Any = None) -> None:
+        """The Trainer wants a checkpoint of this step. `metrics`: up to 4.46, by which it is judged here."""
         trainer = self._trainer
         self._requested = True
         if trainer.hp_search_backend is None:
             trainer.store_flos()
+        if metrics is not None and versions.is_new_best(trainer.args, trainer.state, metrics):
+            trainer.state.best_model_checkpoint = self.saves.path(trainer.state.global_step)
+            self._keep(trainer.state.global_step)
         best = getattr(trainer.state, "best_global_step", None)
         if best and trainer.args.save_strategy != "no":
             if best == trainer.state.global_step or self.saves.known(best):
@@ -230,7 +236,7 @@ class TrainingRun:
     def _must_be_made(self, step: int) -> bool:
         """Whether this checkpoint may not be skipped for the sake of speed: nothing will come in its place."""
         trainer = self._trainer
-        best = getattr(trainer.state, "best_global_step", None) == step
+        best = step in self._best
         ends = trainer.control.should_training_stop or step >= trainer.state.max_steps
         return best or ends
 

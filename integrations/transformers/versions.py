@@ -127,3 +127,16 @@ class ResumedAt(int):
 def running_loss(trainer: Any) -> torch.Tensor | None:
     """The loss since the last log, where the Trainer keeps it (from 5.8; before, in a variable of its loop)."""
     return getattr(trainer, "_tr_loss", None)
+
+
+def is_new_best(args: Any, state: Any, metrics: Mapping[str, float]) -> bool:
+    """Take the metric that ``metric_for_best_model`` names; whether it is the best so far (up to 4.46)."""
+    name = args.metric_for_best_model
+    if name is None:
+        return False
+    value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
+    known = state.best_metric if state.best_model_checkpoint is not None else None
+    if known is not None and not (value > known if args.greater_is_better else value < known):
+        return False
+    state.best_metric = value
+    return True

@@ -72,7 +72,7 @@ class Inside(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         run, stock = self._easyckpt.run, self._easyckpt.synchronous
         if run is not None:
-            run.request_save()
+            run.request_save(kwargs.get("metrics", args[0] if args else None))
         elif stock is not None:
             write = super()._save_checkpoint
             stock.save(lambda: write(model, trial, *args, **kwargs), trial)
