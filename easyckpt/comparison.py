@@ -14,13 +14,18 @@ from easyckpt.catalog import Entry
 from easyckpt.contents import Component, OnBytes, Opened, Stretch, ignore
 from easyckpt.format.canonical import dumps
 from easyckpt.format.codec import Path, path_text
-from easyckpt.format.difference import further
+from easyckpt.format.difference import ASIDE, further
 from easyckpt.format.flat import Container, Plain
 from easyckpt.storage.base import Storage
 from easyckpt.tensor_comparison import Outcome, compare_tensors
 
 #: Lines of the metrics file that a snapshot carries, with the time of the clock: a log, which no two runs share.
 _CARRIED: Path = ("easyckpt.metrics", "unwritten")
+
+
+def _counts(path: Path) -> bool:
+    """Whether what lies there can make two runs different."""
+    return path[:2] != _CARRIED and ASIDE not in path
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +128,13 @@ def _component(one: Component | None, other: Component | None, rank: int, total:
     # In the order of the file, so that each of its bytes is read once; told in the order of the checkpoint.
     for key in sorted(primary, key=lambda key: _position(one.tensors.get(key))):
         a, b = one.tensors.get(key), other.tensors.get(key)
+        path = one.paths[key] if key in one.paths else other.paths[key]
+        if not _counts(path):
+            continue
         total.tensors += 1
         total.nbytes += sum(side.nbytes for side in (a or b,) if side)
         outcome = _tensors(a, b, key in other.values or key in one.values)
         if outcome is not None:
-            path = one.paths[key] if key in one.paths else other.paths[key]
             found[key] = Difference(one.name, path_text(path), rank, *outcome)
     yield from (found[key] for key in primary if key in found)
     yield from _others(one, other, rank, total)
@@ -152,7 +159,7 @@ def _others(one: Component, other: Component, rank: int, total: Compared) -> Ite
         path = one.paths[key] if key in one.paths else other.paths[key]
         a, b = one.values.get(key), other.values.get(key)
         total.values += isinstance(a, Plain) or isinstance(b, Plain)
-        if (told is not None and path[: len(told)] == told) or path[:2] == _CARRIED:
+        if (told is not None and path[: len(told)] == told) or not _counts(path):
             continue
         largest = None
         if a is None and b is None:

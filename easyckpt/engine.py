@@ -15,10 +15,11 @@ from typing import Any, Literal
 import torch
 from typing_extensions import Unpack
 
-from easyckpt import ending, farewell, wiring
+from easyckpt import catalog, ending, farewell, wiring
 from easyckpt.config import CheckpointConfig
 from easyckpt.config_sources import resolve
 from easyckpt.dialects import native
+from easyckpt.distributed.agree import done_by_rank_0
 from easyckpt.errors import EasyckptError, PartlyApplied, StepError, UsageError
 from easyckpt.events import Restored as RestoredEvent
 from easyckpt.events import Stats, Warned
@@ -155,7 +156,10 @@ class Checkpointer:
 
     @guarded
     def load_elsewhere(self, path: str) -> Restored:
-        """Restore from the one checkpoint in the directory `path`, of any root: a new line begins at its step here."""
+        """Restore from the one checkpoint in the directory `path`, of any root: a new line begins at its step here.
+
+        Where it is of this root's run, that line goes on from its own, which need not be the newest.
+        """
         self._check_open()
         restored = restore_elsewhere(
             path,
@@ -166,7 +170,7 @@ class Checkpointer:
             open_checkpoint=self._opened.dialect.open,
             timeout=self._config.peer_timeout,
         )
-        self._begin_at(restored.step)
+        self._begin_at(restored.step, self._known_line(restored.timeline))
         self._generators = RngComponent().value()
         return restored
 
@@ -215,9 +219,19 @@ class Checkpointer:
         """Your objects are at `step` by other means than `load` (0: from nothing): the next save opens a line."""
         self._begin_at(step)
 
-    def _begin_at(self, step: int) -> None:
+    def _known_line(self, timeline: str | None) -> str | None:
+        """`timeline`, if the root has such a line."""
+
+        def look() -> list[str]:
+            record = catalog.read_root(self._opened.storage)
+            return [] if record is None else [line.id for line in record.timelines]
+
+        known = done_by_rank_0(self._channel, self._ranks, "the root's lines", look, self._config.peer_timeout)
+        return timeline if timeline in known else None
+
+    def _begin_at(self, step: int, timeline: str | None = None) -> None:
         self._check_open()
-        self._saver.go_on_from(Origin(step, None, explicit=True), adopted=None, committed=-1)
+        self._saver.go_on_from(Origin(step, timeline, explicit=True), adopted=None, committed=-1)
         self._step = step if step else -1
 
     @guarded

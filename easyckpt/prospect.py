@@ -70,6 +70,7 @@ class Prospect:
         """
         ground = self._ground
         opened, ranks = ground.opened, ground.ranks
+        left_out = () if ground.config.audit is None else ground.config.audit.left_out
         loader = Loader(
             storage=opened.storage,
             naming=opened.dialect.naming,
@@ -84,7 +85,8 @@ class Prospect:
             submit=run_now,
             emit=ground.events.emit,
         )
-        return loader.load(step=step, strict=True, components=tuple(state)).restored
+        wanted = tuple(name for name in state if name not in left_out)
+        return loader.load(step=step, strict=True, components=wanted).restored
 
     @property
     def timeout(self) -> float:

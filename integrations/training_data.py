@@ -62,6 +62,8 @@ class Reading:
     """Batches that are read ahead together."""
     fetches: bool = True
     """This rank reads; else another one reads for it."""
+    dispatches: bool = False
+    """One rank reads for all. The last batch, if it is too small, is filled up from the first that was read."""
 
 
 class TrainingData:
@@ -76,7 +78,8 @@ class TrainingData:
         """Puts the global generators where the snapshot had them."""
         self._exhausted = True
         self.on_batch: Callable[[str, Any], None] | None = None
-        """Hears of each batch that was made, for an audit."""
+        """Hears of each batch that is trained on, for an audit."""
+        self._untold: list[Any] = []
         self.reading = Reading()
         self.skip = 0
         """Batches that the next pass is to skip where no load of ours says where it begins."""
@@ -126,6 +129,7 @@ class TrainingData:
         """The batches of the pass `epoch` over `loader`, a torch DataLoader, that were not consumed yet."""
         resumed, self.resumed = self.resumed, None
         own = self._generators = _all_generators(loader)
+        goes_on = self.skip > 0 or (resumed is not None and not resumed.finished)
         continues = resumed is not None and resumed.finished
         if resumed is not None and continues:
             _set_all(own, resumed.own)
@@ -135,18 +139,23 @@ class TrainingData:
         self.skip = 0
         self._fetched = self._ahead_from = self.place.consumed
         self._exhausted = False
+        self._untold = []
         behind = None if resumed is None else dataclasses.replace(resumed)
+        if self.reading.dispatches:
+            self.reading.outer.skip_batches = int(goes_on)  # the first, which is read again
         a_pass = _Pass(self, loader, own, behind, continues)
         # Now, not at the first batch: where another rank reads for this one, its generators must come to the same.
         return self._hand_out(a_pass, a_pass.open())
 
     def _hand_out(self, a_pass: _Pass, batches: Iterator[Any]) -> Iterator[Any]:
         place, group = self.place, self.reading.group
+        yield from a_pass.first
         for number in itertools.count():
             if a_pass.resumed is not None and number == group > 0:
                 a_pass.set_now()
             if number % max(1, group) == 0:
                 place.ahead, place.own_ahead = host_generators(), _states(a_pass.own)
+                self._tell()
             batch = next(batches, _END)
             if batch is _END:
                 if a_pass.resumed is not None and number < group:  # what was read ahead was the incomplete end
@@ -156,9 +165,19 @@ class TrainingData:
                 self._ahead_from = self._fetched
             self._fetched += 1
             if self.on_batch is not None:
-                self.on_batch("train", batch)
+                self._untold.append(batch)
+                if not group:
+                    self._tell()
             yield batch
+        self._tell()
         self._exhausted = True
+
+    def _tell(self) -> None:
+        """Tell of batches that training is about to get: one that was only read ahead is read again after a stop."""
+        untold, self._untold = self._untold, []
+        for batch in untold:
+            assert self.on_batch is not None
+            self.on_batch("train", batch)
 
 
 @dataclass(slots=True)
@@ -173,6 +192,8 @@ class _Pass:
     """It follows a pass that was finished before the load."""
     before: dict[str, Any] = field(default_factory=host_generators)
     own_before: dict[str, torch.Tensor] = field(default_factory=dict)
+    first: list[Any] = field(default_factory=list)
+    """The first batches of a pass that is gone on with, where they are wanted."""
     seed_base: bytes = b""
 
     def __post_init__(self) -> None:
@@ -180,13 +201,15 @@ class _Pass:
 
     def open(self) -> Iterator[Any]:
         """An iterator that gives the first batch that was not consumed next."""
-        if is_map_style(self.loader) and self.data.reading.fetches:
+        if is_map_style(self.loader) and not self.data.reading.dispatches:
             sampler = self.loader.batch_sampler if self.loader.batch_sampler is not None else self.loader.sampler
             seeds = self._seed if self.loader.num_workers > 0 else None
             return open_iterator(self.loader, IndexBatches(sampler, self._skip(), self._at_start, self._behind, seeds))
         self._at_start()
         iterator: Iterator[Any] = iter(self.loader)
-        for _ in range(self._skip()):
+        if self.data.reading.dispatches:
+            self.first = list(itertools.islice(iterator, min(self.data.reading.group, self._skip())))
+        for _ in range(self._skip() - len(self.first)):
             if next(iterator, _END) is _END:
                 break
         self._behind()
@@ -299,7 +322,7 @@ def skip_batches(loader: Any, count: int) -> bool:
     if not is_tracked(loader):
         return False
     data: TrainingData = vars(loader).get("base_dataloader", loader)._data
-    data.skip = count if data.resumed is None else 0
+    data.skip = count * max(1, data.reading.group) if data.resumed is None else 0
     return True
 
 
@@ -310,7 +333,7 @@ def reading_of(loader: Any) -> Reading:
         return Reading(loader, 1)
     if kind == "DataLoaderDispatcher":
         group = 1 if loader.split_batches else int(loader.state.num_processes)
-        return Reading(loader, group, fetches=int(loader.state.process_index) == 0)
+        return Reading(loader, group, fetches=int(loader.state.process_index) == 0, dispatches=True)
     return Reading() if isinstance(loader, DataLoader) else Reading(loader)
 
 

@@ -359,6 +359,9 @@ def test_the_allow_list_holds_for_the_call_alone(whole):
     assert np.ndarray not in torch.serialization.get_safe_globals()
     with pytest.raises(pickle.UnpicklingError):
         torch.load(whole / "rng_state.pth", weights_only=True)
+    with torch.serialization.safe_globals([np.ndarray]):  # the user's own
+        stock.load_pickle(str(whole / "rng_state.pth"))
+        assert np.ndarray in torch.serialization.get_safe_globals()
 
 
 def test_what_torch_cannot_read_is_damage(whole):

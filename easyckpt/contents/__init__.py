@@ -106,8 +106,8 @@ def _source(storage: Storage, directory: str, manifest: Manifest, on_bytes: OnBy
         return Parts(storage, directory, manifest, on_bytes)
     if manifest.files and not any(layout.parse_shard_file(name) is not None for name in manifest.files):
         raise UsageError(
-            f"{storage.root}/{directory} holds a model only (save_only_model), in files of its framework: no state to "
-            "look into"
+            f"{storage.root}/{directory} holds files of its framework alone (save_only_model, or a sharded training): "
+            "they can be verified, and not looked into"
         )
     return Shards(storage, directory, manifest, on_bytes)
 

@@ -6,6 +6,9 @@ import math
 
 import torch
 
+#: Below this key a component keeps what no two runs share, such as logs with times of the clock: it is never compared.
+ASIDE = "easyckpt.aside"
+
 #: Elements that are looked at as numbers in one go: what is made on the way takes a few megabytes.
 _BLOCK = 1 << 17
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -80,6 +80,8 @@ def _check(storage: Storage, naming: NamingScheme, step: int) -> None:
     if not entry.valid:
         if not storage.exists(name):  # renamed while it was looked at
             raise _not_committed(storage, step)
+        if entry.kind == "foreign":
+            raise UsageError(f"{storage.root}: {name} was written without easyckpt, which never removes it")
         raise DamagedCheckpoint(f"{storage.root}: {name} is not valid ({entry.problem}); nothing is pinned")
 
 

@@ -8,9 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import recipe
-from easyckpt.integrations.transformers.names import DATA, FILES, MODEL, OPTIMIZER, PROGRESS, SCALER, SCHEDULER
+from easyckpt.integrations.transformers.names import (
+    ARGUMENTS_FILE,
+    DATA,
+    FILES,
+    MODEL,
+    OPTIMIZER,
+    PROGRESS,
+    SCALER,
+    SCHEDULER,
+)
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.state.modules import unwrap
 
@@ -54,16 +64,21 @@ class Files:
     def __init__(self) -> None:
         self._recipe = recipe.Recipe()
         self._value: dict[str, Any] = _tensors_of(self._recipe)
+        self._learnt_at = -1
 
     def learn(self, trainer: Any) -> None:
         """Have the Trainer say which they are now. Only ranks that save call it."""
         fresh = recipe.learn(trainer, live_tensors(trainer), MODEL, FILES)
         if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
             self._recipe, self._value = fresh, _tensors_of(fresh)
+        self._learnt_at = int(trainer.state.global_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """As tensors, which cost a copy at each step and nothing else."""
-        return self._value
+        """As tensors, which cost a copy at each step and nothing else.
+
+        What holds weights that are in no component is of the step at which it was learnt, and of no other.
+        """
+        return {**self._value, "learnt_at": self._learnt_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing of it is wanted back: the files are made anew of the live objects."""
@@ -72,7 +87,8 @@ class Files:
 def _tensors_of(made: recipe.Recipe) -> dict[str, Any]:
     return {
         "recipe": _bytes(made.text()),
-        "small": {name: _bytes(content) for name, content in made.small.items()},
+        "small": {name: _bytes(content) for name, content in made.small.items() if name != ARGUMENTS_FILE},
+        ASIDE: {name: _bytes(content) for name, content in made.small.items() if name == ARGUMENTS_FILE},
         "tensors": made.copies,
     }
 

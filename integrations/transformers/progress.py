@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState, TrainerState
 
+from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.transformers import versions
 
 _FIRST_BYTES = 1 << 16
@@ -82,9 +83,9 @@ class Progress:
         fields["stateful_callbacks"] = _callbacks(self.trainer)
         return {
             "state": fields,
-            "log": self._log.update(history),
+            ASIDE: {"log": self._log.update(history)},
             "loss": self.loss,
-            "total_loss": float(self.trainer._total_loss_scalar),
+            "total_loss": versions.loss_in_all(self.trainer),
             "logged_at": int(self.trainer._globalstep_last_logged),
             "flos": float(self.trainer.current_flos),
         }
@@ -111,7 +112,7 @@ def _callbacks(trainer: Any) -> dict[str, Any]:
 
 def state_json(value: Mapping[str, Any]) -> bytes:
     """``trainer_state.json``, of the component's value."""
-    fields = {**value["state"], "log_history": _history(value["log"])}
+    fields = {**value["state"], "log_history": _history(value[ASIDE]["log"])}
     return (json.dumps(fields, indent=2, sort_keys=True, default=_number) + "\n").encode()
 
 
@@ -119,7 +120,7 @@ def put_back(trainer: Any, progress: Progress) -> None:
     """What the Trainer itself does not take out of ``trainer_state.json``."""
     value = progress.restored
     assert value is not None
-    trainer._total_loss_scalar = value["total_loss"] if versions.running_loss(trainer) is None else 0.0
+    trainer._total_loss_scalar = value["total_loss"]
     trainer._globalstep_last_logged = value["logged_at"]
     trainer.current_flos = value["flos"]
     if not trainer.args.restore_callback_states_from_checkpoint:  # else the Trainer has made them anew

@@ -10,15 +10,17 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
 from easyckpt.engine import Checkpointer
+from easyckpt.errors import UsageError
 from easyckpt.integrations import training_data
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import progress as trainer_progress
@@ -44,7 +46,6 @@ class TrainingRun:
         args = trainer.args
         self.progress, self.files = Progress(), Files()
         self.data = TrainingData(rank=args.process_index)
-        self._root = os.path.abspath(args.output_dir)
         planner = Planner(world_size=args.world_size, model_only=args.save_only_model)
         limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
         self._limit = limit
@@ -67,13 +68,15 @@ class TrainingRun:
             raise
 
     def _opened(self) -> Prospect:
-        return Prospect(self._root, self._dialect, max_ckpt_num=self._limit, **self._options.settings())
+        root = os.path.abspath(self._trainer.args.output_dir)
+        return Prospect(root, self._dialect, max_ckpt_num=self._limit, **self._options.settings())
 
     def _path_for_trainer(self) -> str | None:
         """What the Trainer is to resume from: its own checkpoint, or a directory that only holds its state file."""
         if not self.origin.ours:
             return self.origin.foreign
-        assert self.progress.restored is not None
+        if self.progress.restored is None:  # an audit has it left out
+            raise UsageError(f"without the component {PROGRESS!r} nothing tells where training goes on")
         self._private = scratch.make("resume")
         scratch.write(self._private, STATE_FILE, trainer_progress.state_json(self.progress.restored))
         return self._private
@@ -99,7 +102,7 @@ class TrainingRun:
         state = state_of(trainer, self.progress, self.data, self.files)
         checkpointer = self._checkpointer = prospect.checkpointer(state)
         handler = trainer.callback_handler
-        self.saves = Saves(trainer, self._root, handler.on_save)
+        self.saves = Saves(trainer, prospect.root, handler.on_save)
         handler.on_save = _heard_later
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
@@ -161,6 +164,12 @@ class TrainingRun:
         """The last step of a pass has ended; what belongs to the end of the epoch comes now."""
         self._in_epoch_end = True
 
+    def log(self, values: Mapping[str, Any]) -> None:
+        """The Trainer has logged `values`: they are kept with the snapshot, and beside the checkpoints."""
+        if self._checkpointer is not None:
+            kinds = (int, float, str, np.number)
+            self._checkpointer.log(**{name: value for name, value in values.items() if isinstance(value, kinds)})
+
     def request_save(self, metrics: Any = None) -> None:
         """The Trainer wants a checkpoint of this step. `metrics`: up to 4.46, by which it is judged here."""
         trainer = self._trainer
@@ -181,7 +190,7 @@ class TrainingRun:
         if best not in self._best:
             self._best = [*self._best[-1:], best]
             assert self._checkpointer is not None
-            policy = Policy(newest=self._limit, kept=frozenset(self._best))
+            policy = Policy(newest=self._checkpointer._config.max_ckpt_num, kept=frozenset(self._best))
             self._checkpointer._parts.flusher.policy = policy
 
     def end_step(self, loss: torch.Tensor) -> None:
@@ -259,12 +268,15 @@ class TrainingRun:
             if self._checkpointer is not None:
                 last_first.callback(self._end_of(self._checkpointer, error))
 
-    @staticmethod
-    def _end_of(checkpointer: Checkpointer, error: BaseException | None) -> Callable[[], None]:
+    def _end_of(self, checkpointer: Checkpointer, error: BaseException | None) -> Callable[[], None]:
         """How it lets go. A program that ends itself in the middle, and well, has its newest snapshot committed."""
-        if error is None:
-            return checkpointer.leave
-        return checkpointer.close if ending.is_clean(error) else checkpointer.abandon
+        if error is not None:
+            return checkpointer.close if ending.is_clean(error) else checkpointer.abandon
+        found = self.origin.found
+        idle = found is not None and found.tier == "memory" and found.step == self._counted_at
+        if idle and self._trainer.args.save_strategy != "no":
+            return checkpointer.close  # nothing was left to do but the checkpoint that a kill has prevented
+        return checkpointer.leave
 
     def _tidy(self) -> None:
         self.progress.trainer = None
@@ -292,6 +304,10 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
             self._trainer._easyckpt.run.begin_epoch()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: D102
+        if self._trainer._easyckpt.run is not None:
+            self._trainer._easyckpt.run.log(logs or {})
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:

@@ -6,6 +6,8 @@ Supported: transformers from 4.46 to 5, accelerate from 1.0 on. Read, and run by
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,9 +26,6 @@ from easyckpt.errors import ConfigError
 OLDEST, TESTED = Version("4.46"), (Version("4.57.6"), Version("5.24.0"))
 OLDEST_ACCELERATE = Version("1.0")
 HERE = Version(transformers.__version__)
-
-#: Libraries that write a model's tensors, and may have taken the functions that do so under names of their own.
-_WRITERS = ("transformers", "peft", "trl", "accelerate", "sentence_transformers", "safetensors")
 
 #: (path, tensors by key, metadata) of each file of tensors that was to be written.
 Captured = list[tuple[str, Mapping[str, torch.Tensor], Mapping[str, str] | None]]
@@ -51,7 +50,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def writes_captured() -> Iterator[Captured]:
-    """Within it, this thread's writes of tensors are noted in place of being made; all else is written."""
+    """Within it, this thread's writes of weights are noted in place of being made; all else is written."""
     captured: Captured = []
     thread = threading.get_ident()
     save_file, torch_save = safetensors.torch.save_file, torch.save
@@ -62,24 +61,35 @@ def writes_captured() -> Iterator[Captured]:
         captured.append((str(filename), dict(tensors), metadata))
         return None
 
-    with _replaced(save_file, note_file), _replaced(torch_save, torch_save):
+    def note_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or not isinstance(f, (str, os.PathLike)) or not _is_state_dict(obj):
+            return torch_save(obj, f, *args, **kwargs)
+        captured.append((os.fspath(f), dict(obj), None))
+        return None
+
+    with _replaced(save_file, note_file), _replaced(torch_save, note_save):
         yield captured
+
+
+def _is_state_dict(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
 
 
 @contextlib.contextmanager
 def _replaced(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Every name that the writing libraries have for `old` stands for `new`."""
+    """Every name that any module has for `old` stands for `new`: programs import such functions by name."""
     changed = []
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in _WRITERS]:
-        for name, value in list(vars(module).items()):
-            if value is old:
-                changed.append((module, name))
-                setattr(module, name, new)
+    for module in list(sys.modules.values()):
+        inside = getattr(module, "__dict__", None)
+        if type(inside) is dict:
+            for name in [name for name, value in list(inside.items()) if value is old]:
+                changed.append((inside, name))
+                inside[name] = new
     try:
         yield
     finally:
-        for module, name in changed:
-            setattr(module, name, old)
+        for inside, name in changed:
+            inside[name] = old
 
 
 def leave_skipping(to: Callable[[Any, int], bool]) -> None:
@@ -111,14 +121,19 @@ def is_stock(kind: type, method: str, ours: tuple[type, ...]) -> bool:
 class ResumedAt(int):
     """The global step of a resumed run, which knows the pass over the data and the updates in it.
 
-    The loops up to 5.0 compute both by dividing the step inline; where a pass ends when the data do, that is wrong.
+    The Trainer computes both by dividing the step (inline, up to 5.0): wrong where a pass ends when the data do.
+    And it trains one step more where nothing is left to train: then this names a pass that never comes.
     """
 
     epoch: int
     updates: int
+    asked: tuple[int, float]
+    """``max_steps`` and ``num_train_epochs`` of the arguments."""
 
     def __floordiv__(self, other: int) -> int:
-        return self.epoch
+        steps, epochs = self.asked
+        last = steps if steps > 0 else math.ceil(epochs * other)
+        return sys.maxsize if int(self) >= last else self.epoch
 
     def __mod__(self, other: int) -> int:
         return self.updates
@@ -140,3 +155,8 @@ def is_new_best(args: Any, state: Any, metrics: Mapping[str, float]) -> bool:
         return False
     state.best_metric = value
     return True
+
+
+def loss_in_all(trainer: Any) -> float:
+    """The loss of all logged steps, where the mean over the whole training is made of it (to 5.7; else of one call)."""
+    return float(trainer._total_loss_scalar) if running_loss(trainer) is None else 0.0

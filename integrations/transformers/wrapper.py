@@ -108,6 +108,7 @@ class Inside(Trainer):  # type: ignore[misc]
             self.state.global_step = versions.ResumedAt(self.state.global_step)
             self.state.global_step.epoch = epoch
             self.state.global_step.updates = updates
+            self.state.global_step.asked = (self.args.max_steps, self.args.num_train_epochs)
 
     def _restores(self) -> bool:
         return self._easyckpt.run is not None and self._easyckpt.run.restores

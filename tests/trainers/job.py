@@ -42,6 +42,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=["stock", "wrapped"], required=True)
     parser.add_argument("--options", type=json.loads, default={}, help="JSON of the wrapper's options")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--moment", help="where in that step; the scenario's own by default")
+    parser.add_argument("--armed", default="", metavar="FAILPOINTS", help="as EASYCKPT_FAILPOINTS takes them")
     parser.add_argument("--until", type=int, help="end when this step has ended")
     parser.add_argument("--how", choices=["kill", "stop"], default="kill")
     parser.add_argument("--committed", type=int, help="be killed only when this step is in storage")
@@ -62,8 +64,10 @@ def main() -> None:
     if given.until is not None:
         trainer.add_callback(End(given, scenario, path))
     if given.mode == "wrapped":
+        from easyckpt import failpoints
         from easyckpt.integrations.transformers import TrainerWrapper
 
+        failpoints.arm(given.armed)
         trainer = TrainerWrapper(trainer, **given.options)
     output = trainer.train(resume_from_checkpoint=True if given.resume else None)
     path.write_text(json.dumps(record(trainer, notes) | {"train_loss": output.training_loss}, indent=1))
@@ -116,7 +120,7 @@ class End(TrainerCallback):
     def __init__(self, given: argparse.Namespace, scenario: Scenario, path: Path) -> None:
         self.given, self.path = given, path
         if given.how == "kill":
-            setattr(self, scenario.moment, self.die)
+            setattr(self, given.moment or scenario.moment, self.die)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.given.how == "stop" and state.global_step == self.given.until:

@@ -33,6 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=["ours", "plain", "stock"], default="ours")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--until", type=int, help="be killed when this step has ended")
+    parser.add_argument("--began", type=int, default=0, help="of stock: the step that was saved")
     parser.add_argument("--committed", type=int, help="but only when this step is in storage")
     return parser.parse_args()
 
@@ -77,7 +78,10 @@ class Training:
     def run(self) -> None:
         if self.given.mode == "plain":
             self.train(lambda loader, epoch, name: loader, lambda step: None)
-            self.write(0)
+            self.write(0, None)
+            return
+        if self.given.mode == "stock":
+            self.run_stock()
             return
         from easyckpt.integrations.accelerate import AccelerateCheckpointer
 
@@ -87,14 +91,37 @@ class Training:
             {"progress": self.progress},
             save_storage_interval=SAVE,
             max_ckpt_num=1,
+            back_pressure="wait",
         ) as checkpointer:
-            began = self.step = checkpointer.load().step
-            random.random()
-            torch.rand(3)  # a program may draw here: it did so before the snapshot already
+            restored = checkpointer.load()
+            self.step = restored.step
             self.train(checkpointer.batches, lambda step: self.save(checkpointer, step))
-            self.write(began)
+            self.write(restored.step, restored.tier)
+
+    def run_stock(self) -> None:
+        """What accelerate itself offers, as its documentation has it; on one rank, without accumulation."""
+        where = Path(self.given.root)
+        began = self.given.began
+        if began:
+            self.accelerator.load_state(str(where))
+            self.step = began
+            self.progress["epoch"] = began // len(self.loaders[0])
+
+        def batches(loader: Any, epoch: int, name: str) -> Any:
+            skip = max(0, began - epoch * len(loader))
+            return self.accelerator.skip_first_batches(loader, skip) if skip else loader
+
+        def save(step: int) -> None:
+            if step == self.given.until:
+                self.accelerator.save_state(str(where))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self.train(batches, save)
+        self.write(began, None)
 
     def train(self, batches: Any, save: Any) -> None:
+        random.random()
+        torch.rand(3)  # a resumed program draws here as well
         *loaders, validation = self.loaders
         for epoch in range(self.progress["epoch"], self.loop.epochs):
             self.progress["epoch"] = epoch
@@ -125,8 +152,10 @@ class Training:
         self.losses.append([self.step + 1, losses])
 
     def save(self, checkpointer: Any, step: int) -> None:
-        checkpointer.save_if_needed(step)
         given = self.given
+        if given.until is not None and given.until - step < SAVE:
+            checkpointer.wait()  # so that no slot is taken by a flush, and none of the last snapshots skipped
+        checkpointer.save_if_needed(step)
         if step != given.until or not self.accelerator.sync_gradients:
             return
         manifest = Path(given.root, f"step-{given.committed:08d}", "manifest.json")
@@ -137,10 +166,10 @@ class Training:
         until(lambda: len(list(mark.parent.glob(f"{mark.stem.rpartition('.')[0]}.*.here"))) == ranks)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def write(self, began: int) -> None:
-        """Everything that must be as in a straight run, and `began`."""
+    def write(self, began: int, tier: str | None) -> None:
+        """Everything that must be as in a straight run, and where this one has begun."""
         unwrapped = self.accelerator.unwrap_model(self.model)
-        self.path.write_text(json.dumps(dict(self.outcome(unwrapped)) | {"began": began}, indent=1))
+        self.path.write_text(json.dumps(dict(self.outcome(unwrapped)) | {"began": began, "tier": tier}, indent=1))
 
     def outcome(self, model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         yield "steps", self.step

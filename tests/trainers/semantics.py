@@ -557,3 +557,79 @@ def test_an_error_of_the_trainers_own_is_not_replaced(out):
     with pytest.raises(Stopped):
         make(out, callbacks=[At(3, stop)]).train()
     assert issubclass(SaveFailed, EasyckptError)
+
+
+def test_a_training_that_is_over_trains_no_more(out, tmp_path):
+    make(out).train()
+    for limit in ({}, {"max_steps": -1, "num_train_epochs": 1}):
+        trainer = make(out, **limit)
+        begun = []
+        trainer.add_callback(At(STEPS, lambda control, begun=begun: begun.append(STEPS)))
+        trainer.train(resume_from_checkpoint=True)
+        assert (begun, trainer.state.global_step) == ([], STEPS)
+        assert same(weights(trainer), straight(tmp_path))
+        assert checkpoints(out) == [2, 4, 6, 8]
+
+
+class Transposed:
+    """A model one of whose weights lies transposed in memory, so that saving it makes a copy."""
+
+    def __new__(cls):
+        model = gpt2()
+        weight = model.transformer.h[0].mlp.c_fc.weight
+        weight.data = weight.data.t().contiguous().t()
+        return model
+
+
+class Ends(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            raise SystemExit(
+                0
+            )  # a clean end in the middle: the newest snapshot is committed, of a step that was not due
+
+
+def test_weights_of_another_step_are_left_out_rather_than_stored(out, tmp_path):
+    with pytest.raises(SystemExit):
+        make(out, model_init=Transposed, callbacks=[Ends()]).train()
+    assert checkpoints(out) == [2, 4, 5]
+    assert (out / "checkpoint-4" / "model.safetensors").exists()
+    assert not (out / "checkpoint-5" / "model.safetensors").exists()
+    assert whole(out, 5)
+    forget_memory()
+    trainer = make(out, model_init=Transposed)
+    trainer.train(resume_from_checkpoint=True)
+    assert same(weights(trainer), straight(tmp_path, model_init=Transposed))
+    assert same(GPT2LMHeadModel.from_pretrained(out / "checkpoint-8").state_dict(), weights(trainer))
+
+
+def test_weights_that_torch_save_writes(out, tmp_path):
+    """As the Trainer itself does with save_safetensors=False, up to 4.57."""
+
+    class Old(Trainer):
+        def _save(self, output_dir=None, state_dict=None):
+            super()._save(output_dir, state_dict)
+            torch.save(self.model.state_dict(), os.path.join(output_dir, "pytorch_model.bin"))
+
+    with pytest.raises(SystemExit):
+        make(out, Old, callbacks=[Ends()]).train()
+    forget_memory()
+    trainer = make(out, Old, max_steps=5)
+    trainer.train(resume_from_checkpoint=True)
+    for name in ("checkpoint-5", "checkpoint-4"):
+        stored = torch.load(out / name / "pytorch_model.bin", weights_only=True)
+        assert same(stored, GPT2LMHeadModel.from_pretrained(out / name).state_dict()), name
+    assert same(stored, weights(trainer)) is False
+    assert same(torch.load(out / "checkpoint-5" / "pytorch_model.bin", weights_only=True), weights(trainer))
+
+
+def test_a_training_that_was_begun_by_mistake_hides_nothing(out, tmp_path):
+    with pytest.raises(Stopped):
+        make(out, callbacks=[At(5, stop)]).train()
+    with pytest.raises(Stopped):
+        make(out, callbacks=[At(1, stop)]).train()
+    forget_memory()
+    trainer = make(out)
+    trainer.train(resume_from_checkpoint=True)
+    assert same(weights(trainer), straight(tmp_path))
+    assert checkpoints(out) == [2, 4, 6, 8]

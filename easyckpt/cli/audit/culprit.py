@@ -12,15 +12,6 @@ from easyckpt.cli.audit.findings import SPOKEN, Findings
 from easyckpt.cli.audit.looks import LOOKS, View, by_place, is_generator, unlike
 from easyckpt.cli.audit.notes import Notes
 
-_COUNT = (
-    "count finished steps in the state, begin the loop at what load() returns, end it at the same number in all runs, "
-    "and save by that count"
-)
-_OTHER_DATA = "it has seen other data: take batches through ckpt.batches(loader, epoch)"
-_MISSING = (
-    "something that training depends on is in no component (a counter, a list, an iterator's position, an attribute, a "
-    "hook): hand it over, in a dict or as an object with state_dict and load_state_dict"
-)
 _UNREPEATED = (
     "two runs of the same command are not the same: seed what is random, use deterministic algorithms, and keep ids, "
     "times and paths out of the state"
@@ -57,15 +48,15 @@ def culprit(
     `unseeded`: what is noted and the straight runs do not share. `unrepeated`: metrics that never repeat.
     """
     if found.loaded is None and resumed:
-        return Culprit("nothing was restored", None, 0, "call load() before the training loop, and start at its step")
+        return Culprit("nothing was restored", None, 0, found.advice.load)
     if found.tier is None and resumed:
-        return Culprit("load() has found nothing", None, 0, "the run before has stored no checkpoint; see its log")
-    view = _view(found.notes, straight, unseeded, resumed)
+        return Culprit("there was nothing to restore", None, 0, "the run before has stored no checkpoint; see its log")
+    view = _view(found, straight, unseeded, resumed)
     first = _first_noted(found.notes, straight, view)
     if first is None and found.identical(unrepeated):
         return None
     if not found.steps:
-        return Culprit("no step was stored by both runs", None, 0, _COUNT)
+        return Culprit("no step was stored by both runs", None, 0, found.advice.count)
     noted = first.step if first is not None else math.inf
     state = _first_in_state(found, unrepeated)
     if _parted(found) <= min(noted, state):
@@ -77,11 +68,11 @@ def culprit(
     return Culprit(first.what, first.step if not unsought else None, first.rank, first.advice, first.order == 0)
 
 
-def _view(mine: Sequence[Notes], straight: Sequence[Notes], unseeded: Collection[str], resumed: bool) -> View:
+def _view(found: Findings, straight: Sequence[Notes], unseeded: Collection[str], resumed: bool) -> View:
     lost: set[str] = set()
-    for one, other in zip(mine, straight, strict=False):
+    for one, other in zip(found.notes, straight, strict=False):
         lost |= _lost(one, other, unseeded if resumed else [*unseeded, *_of_libraries(straight)])
-    return View(without=unseeded, lost=lost, resumed=resumed)
+    return View(without=unseeded, lost=lost, resumed=resumed, advice=found.advice)
 
 
 def _lost(mine: Notes, straight: Notes, without: Collection[str]) -> set[str]:
@@ -154,20 +145,21 @@ def _other_steps(found: Findings) -> Culprit:
     """One of the runs has gone on for longer, or has stored in between."""
     mine, theirs = found.ended
     if mine != theirs and found.unshared[0] > min(mine, theirs):
-        return Culprit(f"it ends after step {mine}, and the straight run after step {theirs}", None, 0, _COUNT)
+        what = f"it ends after step {mine}, and the straight run after step {theirs}"
+        return Culprit(what, None, 0, found.advice.count)
     steps = ", ".join(map(str, found.unshared[:5]))
-    return Culprit(f"the runs have not both stored step {steps}", None, 0, _COUNT)
+    return Culprit(f"the runs have not both stored step {steps}", None, 0, found.advice.count)
 
 
 def _unseen(found: Findings, without: Collection[str], resumed: bool) -> Culprit:
     """Nothing that was noted differs first: something that is in no component and that nobody sees."""
     taken = any(note["batches"] for notes in found.notes for note in notes.steps.values())
     metrics = {name: m.first_step for name, m in found.metrics.items() if not m.equal and name not in without}
-    at_once = (found.loaded or 0) + 1
+    at_once, missing = (found.loaded or 0) + 1, found.advice.missing
     for name, step in metrics.items():
         if step == at_once and resumed:
             what = f"{name!r} differs in the first step after the resume, while generators and learning rates are equal"
-            return Culprit(what, at_once, 0, _MISSING if taken else f"{_OTHER_DATA}, or {_MISSING}")
+            return Culprit(what, at_once, 0, missing if taken else f"{found.advice.other_data}, or {missing}")
     parts = [part for part in found.parts.values() if part.first_step is not None]
     if not parts:
         name, first = next(iter(metrics.items()))
@@ -176,6 +168,4 @@ def _unseen(found: Findings, without: Collection[str], resumed: bool) -> Culprit
     what = f"{SPOKEN.get(part.component, part.component)!r} differs, first at {part.first_tensor}"
     if not resumed:
         return Culprit(what, part.first_step, 0, _UNREPEATED)
-    return Culprit(
-        what, part.first_step, 0, f"{_MISSING}, and log the loss (ckpt.log(loss=loss)), which tells the first step"
-    )
+    return Culprit(what, part.first_step, 0, f"{missing}, and {found.advice.log}, which tells the first step")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from easyckpt import catalog, comparison
+from easyckpt.cli.audit.advice import OWN, Advice, advice_for
 from easyckpt.cli.audit.notes import Notes, batches_of, metrics_of, notes_of
 from easyckpt.cli.audit.runs import Run
 from easyckpt.comparison import Difference
@@ -74,6 +75,8 @@ class Findings:
     notes: list[Notes]
     series: dict[int, dict[str, Any]]
     """The run's own metrics."""
+    advice: Advice = OWN
+    """What the program's author can do about things."""
 
     @property
     def differing(self) -> list[str]:
@@ -118,6 +121,7 @@ def find(run: Run, straight: Run, unseeded: Collection[str]) -> Findings:
         metrics=_compare_metrics(ours, theirs, loaded or 0),
         notes=notes,
         series=ours,
+        advice=advice_for(places[0][1]),
     )
 
 

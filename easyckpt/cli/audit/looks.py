@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from easyckpt.auditing import COMPONENT
+from easyckpt.cli.audit.advice import OWN, Advice
 from easyckpt.cli.audit.notes import batches_of
 
 Note = dict[str, Any]
 #: (what differs, what to do)
 Told = tuple[str, str]
-
-BATCHES = "take batches through ckpt.batches(loader, epoch): what a pass over a loader draws by itself is no state else"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,7 @@ class View:
     """What decides nothing: the straight runs do not share it."""
     lost: Collection[str] = ()
     """Strangers (kind and place) that have gone on otherwise, and do so to the end."""
+    advice: Advice = OWN
     resumed: bool = True
     """Of a resumed run against a straight one; else of two straight ones."""
 
@@ -41,9 +41,8 @@ def strangers(mine: Note, theirs: Note, view: View) -> Told | None:
     if not view.resumed:
         return what, "nobody seeds it: give it a seed where it is made"
     if place.startswith("a variable of the iterator"):
-        return what, BATCHES
-    name = "generator" if is_generator(kind) else "scheduler"
-    return what, f'hand it over: Checkpointer(root, {{…, "{name}": {name}}})'
+        return what, view.advice.batches
+    return what, view.advice.generator if is_generator(kind) else view.advice.scheduler
 
 
 def is_generator(stranger: str) -> bool:
@@ -73,16 +72,8 @@ def rates(mine: Note, theirs: Note, view: View) -> Told | None:
     was, now = next(((a, b) for a, b in pairs if a != b), ("?", "?"))
     what = f"the learning rate of {name!r} is {now} where it was {was}"
     if mine.get("schedulers"):
-        names = ", ".join(map(repr, mine["schedulers"]))
-        return what, (
-            f"the scheduler {names} is in the state, and was stepped another number of times after load(): the work "
-            "of finished epochs was done again, or skipped. Begin the loop at what the state says "
-            '(progress["epoch"], with progress in the state), and set a rate nowhere else'
-        )
-    return what, (
-        'hand the scheduler over, or what counts the schedule: Checkpointer(root, {…, "scheduler": scheduler}); one '
-        "that is made for the steps that are left counts from zero"
-    )
+        return what, view.advice.stepped.replace("{names}", ", ".join(map(repr, mine["schedulers"])))
+    return what, view.advice.unscheduled
 
 
 def batches(mine: Note, theirs: Note, view: View) -> Told | None:
@@ -91,11 +82,7 @@ def batches(mine: Note, theirs: Note, view: View) -> Told | None:
     name = _first_unlike(mine["batches"], theirs["batches"], aside)
     if name is None:
         return None
-    return (
-        f"the batches of the loader {name!r} are others",
-        "the order of its data is drawn or counted by something that is not part of the state: hand its sampler over "
-        "(easyckpt.SkipBatchSampler, or any object with state_dict and load_state_dict)",
-    )
+    return f"the batches of the loader {name!r} are others", view.advice.order
 
 
 def generators(mine: Note, theirs: Note, view: View) -> Told | None:
@@ -107,11 +94,7 @@ def generators(mine: Note, theirs: Note, view: View) -> Told | None:
     spoken = f"the generator {name.removeprefix(COMPONENT)!r}" if own else f"the global generator of {name}"
     if not view.resumed:
         return f"{spoken} differs", "seed it, and draw from it as often in every run"
-    return (
-        f"{spoken} is not where it was though it was restored",
-        "it was seeded anew, or drawn from another number of times, after load(): seed before load(), and take batches "
-        "through ckpt.batches(loader, epoch), which puts the generators back at the first batch",
-    )
+    return f"{spoken} is not where it was though it was restored", view.advice.drawn
 
 
 #: In the order of cause and effect: a generator decides batches, batches may decide how often another is drawn from.

@@ -91,6 +91,8 @@ class Watcher:
     def _checkpoints(self, names: Iterable[str]) -> dict[str, Any]:
         """How many there are by their names, and the newest one's manifest, read once for each."""
         steps = sorted((step, name) for name in names if (step := self._naming.parse_committed(name)) is not None)
+        if self._naming.shared:  # others are called like ours
+            steps = [(step, name) for step, name in steps if self._storage.exists(f"{name}/{layout.MANIFEST}")]
         if not steps:
             return {"count": 0, "newest": None}
         step, name = steps[-1]
