@@ -35,11 +35,15 @@ class Saves:
         self._trainer, self._root, self._on_save = trainer, root, on_save
         self._output_dir = os.path.abspath(trainer.args.output_dir)
         self._pending: list[_Pending] = []
-        self._committed: set[int] = set()
 
     def path(self, step: int) -> str:
         """The checkpoint's directory, as the Trainer knows it; an audit has its runs' checkpoints elsewhere."""
         return os.path.join(self._output_dir, TrainerNaming().committed(step))
+
+    def step_of(self, path: str | None) -> int | None:
+        """The step of the checkpoint at `path`; None for what is none of this directory's."""
+        folder, name = os.path.split(os.path.realpath(path or ""))
+        return TrainerNaming().parse_committed(name) if folder == os.path.realpath(self._output_dir) else None
 
     def known(self, step: int) -> bool:
         """Whether the checkpoint of `step` is there, or on its way."""
