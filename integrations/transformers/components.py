@@ -69,7 +69,7 @@ class Files:
         """What the files were made of, where that says all of them."""
 
     def learn(self, trainer: Any) -> None:
-        """Have the Trainer say which they are now. Only ranks that save call it."""
+        """Have the Trainer say which they are now. All ranks call it: a program's own saving may wait for all."""
         live = live_tensors(trainer)
         if versions.saves_as_ever(trainer, _ours(trainer)):
             look = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()]

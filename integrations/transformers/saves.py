@@ -34,11 +34,16 @@ class Saves:
         self._alone = trainer.args.world_size == 1
         self._output_dir = os.path.abspath(trainer.args.output_dir)
         self._pending: list[_Pending] = []
-        self._committed: set[int] = set()
 
     def path(self, step: int) -> str:
         """The checkpoint's directory, as the Trainer knows it; an audit has its runs' checkpoints elsewhere."""
-        return os.path.join(self._output_dir, TrainerNaming().committed(step))
+        return os.path.join(self._trainer.args.output_dir, TrainerNaming().committed(step))
+
+    def step_of(self, path: str | None) -> int | None:
+        """The step of the checkpoint at `path`; None for what is none of this directory's."""
+        folder, name = os.path.split(path or "")
+        ours = folder == self._trainer.args.output_dir or os.path.realpath(folder) == os.path.realpath(self._output_dir)
+        return TrainerNaming().parse_committed(name) if ours else None
 
     def known(self, step: int) -> bool:
         """Whether the checkpoint of `step` is there, or on its way."""

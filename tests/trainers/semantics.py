@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,55 @@ def test_the_best_checkpoint_stays_and_counts(out, limit, kept):
     assert left == ([2] if limit == 1 else kept)  # the Trainer itself removes the last one then
 
 
+def judged(worths: dict[int, float]) -> tuple[dict[str, Any], list[Trainer]]:
+    """Arguments of a Trainer (the first of the list) whose model is worth so much at these steps."""
+    trainers: list[Trainer] = []
+    arguments = {
+        "eval_strategy": "steps", "load_best_model_at_end": True, "metric_for_best_model": "worth",
+        "greater_is_better": True, "save_total_limit": 2, "eval_dataset": Sequences(4, seed=1),
+        "compute_metrics": lambda prediction: {"worth": worths.get(trainers[0].state.global_step, 0.0)},
+    }  # fmt: skip
+    return arguments, trainers
+
+
+def test_the_best_stays_also_where_a_resumed_run_is_preempted_at_once(out):
+    arguments, trainers = judged({2: 9.0})
+    trainers.append(make(out, eval_steps=2, callbacks=[At(7, stop)], **arguments))
+    with pytest.raises(Stopped):
+        trainers[0].train()
+    assert checkpoints(out) == [2, 6]
+    forget_memory()
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        trainers[0] = make(out, eval_steps=2, callbacks=[At(6, lambda control: signal.raise_signal(15))], **arguments)
+        trainers[0].train(resume_from_checkpoint=True)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert trainers[0].state.global_step < STEPS
+    assert checkpoints(out)[0] == 2
+
+
+def test_the_best_is_the_one_that_was_saved(out):
+    arguments, trainers = judged({2: 5.0, 3: 6.0, 5: 7.0})
+    trainers.append(make(out, eval_steps=1, **arguments))
+    trainers[0].train()
+    assert checkpoints(out) == [2, 8]
+
+
+def test_a_better_one_takes_the_place_of_the_best(out):
+    arguments, trainers = judged({2: 5.0, 4: 6.0})
+    trainers.append(make(out, eval_steps=2, **arguments))
+    trainers[0].train()
+    assert checkpoints(out) == [4, 8]
+
+
+def test_what_the_options_keep_stays_beside_the_best(out):
+    arguments, trainers = judged({2: 5.0})
+    trainers.append(make(out, eval_steps=2, options={"keep_every": 4}, **arguments))
+    trainers[0].train()
+    assert checkpoints(out) == [2, 4, 8]
+
+
 def test_a_strategy_of_none_leaves_nothing(out):
     make(out, save_strategy="no").train()
     assert checkpoints(out) == []
@@ -297,6 +347,23 @@ class Counting(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.current[0] = state.global_step
+
+
+def test_callbacks_hear_of_the_last_checkpoint_where_the_last_epoch_is_cut(out):
+    heard: list[Any] = []
+
+    class Cut(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step % 3 == 0
+
+        def on_save(self, args, state, control, **kwargs):
+            heard.append(state.global_step)
+
+        def on_train_end(self, args, state, control, **kwargs):
+            heard.append("end")
+
+    make(out, save_strategy="epoch", max_steps=-1, num_train_epochs=2, callbacks=[Cut()]).train()
+    assert heard == [3, 6, "end"]
 
 
 def test_uploads_see_complete_directories(out):
