@@ -62,9 +62,9 @@ class Training:
         self.given, self.loop = given, loop
         self.path = Path(f"{given.record}.{os.environ.get('RANK', '0')}")
         random.seed()
-        set_seed(given.seed)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=loop.accumulate, **loop.accelerator())
-        model = Plain(tied=False)
+        model = Plain(tied=False)  # which seeds torch's generator
+        set_seed(given.seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)

@@ -45,7 +45,7 @@ def nothing_prepared_is_forgotten(root: str) -> None:
     teacher = accelerator.prepare(nn.Linear(3, 3))
     loose = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 5)
     accelerator.register_for_checkpointing(Counted(), Counted(), loose)
-    state = {"teacher": teacher, "optimizer": optimizer, "mine": {"a": 1}, "loose": loose}
+    state = {"teacher": teacher, "optimizer": optimizer.optimizer, "mine": {"a": 1}, "loose": loose}
     with AccelerateCheckpointer(root, accelerator, state) as checkpointer:
         targets = {name: component.target for name, component in checkpointer._parts.capture.components.items()}
         assert {name for name in targets if not name.startswith("easyckpt.")} == {
