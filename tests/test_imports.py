@@ -29,6 +29,7 @@ ENGINE = {
     "dialects",
     "ground",
     "prospect",
+    "framework",
 }  # the Checkpointer, how it ends, how it puts the rooms together
 LOOKING = {
     "contents",

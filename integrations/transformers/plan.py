@@ -20,13 +20,13 @@ from easyckpt.format.canonical import loads
 from easyckpt.format.difference import ASIDE
 from easyckpt.format.dtypes import DTYPES, ITEM_BYTES
 from easyckpt.format.image import Layout
+from easyckpt.format.layout import SAFETENSORS
 from easyckpt.format.safetensors import make_header
 from easyckpt.integrations.transformers.names import (
     FILES,
     OPTIMIZER,
     OPTIMIZER_FILE,
     PROGRESS,
-    SAFETENSORS,
     SCALER,
     SCALER_FILE,
     SCHEDULER,

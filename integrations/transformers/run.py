@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
-from easyckpt.engine import Checkpointer
 from easyckpt.errors import UsageError
+from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations import training_data
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import progress as trainer_progress
@@ -51,7 +51,7 @@ class TrainingRun:
         self._limit = limit
         self._dialect = of_trainer(planner)
         self._prospect: Prospect | None = self._opened()
-        self._checkpointer: Checkpointer | None = None
+        self._checkpointer: FrameworkCheckpointer | None = None
         self._private: str | None = None
         self._in_epoch_end = self._requested = False
         self._snapshot_at = self._flushed_at = self._counted_at = -1
@@ -191,7 +191,7 @@ class TrainingRun:
             self._best = [*self._best[-1:], best]
             assert self._checkpointer is not None
             policy = Policy(newest=self._checkpointer._config.max_ckpt_num, kept=frozenset(self._best))
-            self._checkpointer._parts.flusher.policy = policy
+            self._checkpointer.policy = policy
 
     def end_step(self, loss: torch.Tensor) -> None:
         """The Trainer has logged and evaluated: the state of the step is complete, unless its epoch ends with it."""
@@ -268,7 +268,7 @@ class TrainingRun:
             if self._checkpointer is not None:
                 last_first.callback(self._end_of(self._checkpointer, error))
 
-    def _end_of(self, checkpointer: Checkpointer, error: BaseException | None) -> Callable[[], None]:
+    def _end_of(self, checkpointer: FrameworkCheckpointer, error: BaseException | None) -> Callable[[], None]:
         """How it lets go. A program that ends itself in the middle, and well, has its newest snapshot committed."""
         if error is not None:
             return checkpointer.close if ending.is_clean(error) else checkpointer.abandon

@@ -6,11 +6,13 @@ Supported: transformers from 4.46 to 5, accelerate from 1.0 on. Read, and run by
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import accelerate
@@ -18,7 +20,7 @@ import safetensors.torch
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers import trainer as trainer_module
 
 from easyckpt.errors import ConfigError
@@ -67,7 +69,7 @@ def writes_captured() -> Iterator[Captured]:
         captured.append((os.fspath(f), dict(obj), None))
         return None
 
-    with _replaced(save_file, note_file), _replaced(torch_save, note_save):
+    with _replaced({save_file: note_file, torch_save: note_save}):
         yield captured
 
 
@@ -76,20 +78,29 @@ def _is_state_dict(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _replaced(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Every name that any module has for `old` stands for `new`: programs import such functions by name."""
-    changed = []
-    for module in list(sys.modules.values()):
-        inside = getattr(module, "__dict__", None)
-        if type(inside) is dict:
-            for name in [name for name, value in list(inside.items()) if value is old]:
-                changed.append((inside, name))
-                inside[name] = new
+def _replaced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
+    """Every name that any module has for one of `functions` stands for another: programs import them by name."""
+    changed = [(inside, name, inside[name]) for inside, name in _names_of(tuple(functions)) if name in inside]
     try:
+        for inside, name, old in changed:
+            if old in functions:
+                inside[name] = functions[old]
         yield
     finally:
-        for inside, name in changed:
+        for inside, name, old in changed:
             inside[name] = old
+
+
+@functools.lru_cache(maxsize=4)
+def _names_among(modules: int, functions: tuple[Callable[..., Any], ...]) -> list[tuple[dict[str, Any], str]]:
+    """The names; to be looked for anew where there are more `modules` than there were."""
+    wanted = set(map(id, functions))
+    insides = [vars(module) for module in list(sys.modules.values()) if type(module) is ModuleType]
+    return [(inside, name) for inside in insides for name, value in list(inside.items()) if id(value) in wanted]
+
+
+def _names_of(functions: tuple[Callable[..., Any], ...]) -> list[tuple[dict[str, Any], str]]:
+    return _names_among(len(sys.modules), functions)
 
 
 def leave_skipping(to: Callable[[Any, int], bool]) -> None:
@@ -160,3 +171,9 @@ def is_new_best(args: Any, state: Any, metrics: Mapping[str, float]) -> bool:
 def loss_in_all(trainer: Any) -> float:
     """The loss of all logged steps, where the mean over the whole training is made of it (to 5.7; else of one call)."""
     return float(trainer._total_loss_scalar) if running_loss(trainer) is None else 0.0
+
+
+def saves_as_ever(trainer: Any, ours: tuple[type, ...]) -> bool:
+    """Whether transformers alone saves the model, so that its files depend on nothing of the program's."""
+    stock = all(is_stock(type(trainer), method, ours) for method in ("save_model", "_save"))
+    return stock and getattr(type(trainer.model), "save_pretrained", None) is PreTrainedModel.save_pretrained
