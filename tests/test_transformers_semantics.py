@@ -7,8 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.trainers.launch import REPOSITORY, VERSIONS, quiet
-
+from tests.trainers.launch import REPOSITORY, quiet
 
 #: Damage in each kind of file is the same with both versions: CI looks at it with the newer one.
 DAMAGE = "damage_in_any_file"

@@ -67,6 +67,8 @@ class Files:
         self._learnt_at = -1
         self._seen: Any = None
         """What the files were made of, where that says all of them."""
+        self.added: dict[str, bytes] = {}
+        """Files that the program adds to this step's checkpoint by itself."""
 
     def learn(self, trainer: Any) -> None:
         """Have the Trainer say which they are now. All ranks call it: a program's own saving may wait for all."""
@@ -88,7 +90,8 @@ class Files:
 
         What holds weights that are in no component is of the step at which it was learnt, and of no other.
         """
-        return {**self._value, "learnt_at": self._learnt_at}
+        added = {name: _bytes(content) for name, content in self.added.items()}
+        return {**self._value, "added": added, "learnt_at": self._learnt_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing of it is wanted back: the files are made anew of the live objects."""

@@ -111,12 +111,13 @@ def _in_logical_order(stored: torch.Tensor, order: tuple[int, ...]) -> torch.Ten
 def _model_files(values: _Values) -> list[PlannedFile]:
     """Weights by the recipe, and what lies beside them."""
     kept = values.value(FILES)
-    small = {**kept["small"], **kept[ASIDE]}
+    small = {**kept["small"], **kept["added"]}
     numbers = values.numbers()
     recipes = json.loads(bytes(kept["recipe"].tolist()).decode() or "[]")
     if kept["learnt_at"] != values.view.meta.step:  # no file at all rather than one with weights of another step
         recipes = [recipe for recipe in recipes if all(tensor[3] != FILES for tensor in recipe["tensors"])]
-        kept["small"] = {name: data for name, data in kept["small"].items() if not name.endswith(WEIGHTS)}
+        small = {name: data for name, data in kept["small"].items() if not name.endswith(WEIGHTS)}
+    small |= kept[ASIDE]
     files = [_weights_file(values, numbers, recipe) for recipe in recipes]
     return files + [_small(name, bytes(content.numpy().tobytes())) for name, content in small.items()]
 

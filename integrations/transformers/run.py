@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -183,6 +183,20 @@ class TrainingRun:
             state.best_model_checkpoint = self.saves.path(best)
         self._keep_best()
 
+    @contextlib.contextmanager
+    def files_added(self) -> Iterator[None]:
+        """Within it, the program's own ``_save_checkpoint`` finds the checkpoint's directory, and may write into it."""
+        directory = self.saves.path(self._trainer.state.global_step)
+        mine = self._trainer.args.should_save and not os.path.lexists(directory)
+        if mine:
+            scratch.make_at(directory)
+        try:
+            yield
+        finally:
+            if mine:
+                self.files.added = scratch.read_all(directory)
+                scratch.remove(directory)
+
     def _keep_best(self) -> None:
         """What the Trainer's state names as the best checkpoint stays, and the one before it until that is there."""
         step = self.saves.step_of(self._trainer.state.best_model_checkpoint)
@@ -238,6 +252,7 @@ class TrainingRun:
             waits = self._options.on_save == "wait"  # so the snapshot must be whole before the next optimizer step
             future = checkpointer.save(step) if waits else checkpointer.flush(step, skip=skip)
             control.should_save = False
+            self.files.added = {}
             self.saves.add(step, future)
             self._flushed_at = self._snapshot_at = step
             if waits:

@@ -12,6 +12,11 @@ def make(what: str) -> str:
     return tempfile.mkdtemp(prefix=f"easyckpt_{what}_")
 
 
+def make_at(directory: str) -> None:
+    """A directory for what the program itself writes."""
+    os.makedirs(directory)
+
+
 def write(directory: str, name: str, content: bytes) -> None:
     """Put a file into it."""
     with open(os.path.join(directory, name), "wb") as file:

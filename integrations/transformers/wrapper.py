@@ -57,6 +57,14 @@ class Outside:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         return loss if self._easyckpt.run is None else self._easyckpt.run.with_first_loss(loss)
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        run = self._easyckpt.run
+        if run is None or versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self))):
+            super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        else:
+            with run.files_added():
+                super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
         if self._easyckpt.run is not None:

@@ -606,6 +606,9 @@ def test_overridden_methods_are_called(out):
         def _save_checkpoint(self, *args, **kwargs):
             called.append("_save_checkpoint")
             super()._save_checkpoint(*args, **kwargs)
+            beside = out / f"checkpoint-{self.state.global_step}"
+            (beside / "more").mkdir()
+            (beside / "more" / "own.bin").write_bytes(b"%d" % self.state.global_step)
 
         def _save(self, output_dir=None, state_dict=None):
             super()._save(output_dir, state_dict)
@@ -618,6 +621,7 @@ def test_overridden_methods_are_called(out):
     notes = {step: (out / f"checkpoint-{step}" / "note.txt").read_text() for step in checkpoints(out)}
     assert notes == {2: "2", 4: "4", 6: "6", 8: "8"}
     assert all(whole(out, step) for step in notes)
+    assert all((out / f"checkpoint-{step}" / "more" / "own.bin").read_text() == str(step) for step in notes)
 
 
 def test_an_error_of_the_trainers_own_is_not_replaced(out):
