@@ -55,6 +55,8 @@ setup(
     ],
     extras_require={
         "plots": ["matplotlib>=3.8"],
+        "transformers": ["transformers>=4.46", "accelerate>=1.0"],
+        "accelerate": ["accelerate>=1.0"],
         "dev": [
             "hypothesis",
             "matplotlib>=3.8",

@@ -24,7 +24,6 @@ from easyckpt.events import Restored as RestoredEvent
 from easyckpt.events import Stats, Warned
 from easyckpt.format.layout import MAX_STEP
 from easyckpt.ground import Ground
-from easyckpt.loading.elsewhere import restore_elsewhere
 from easyckpt.loading.loader import Outcome, Restored
 from easyckpt.saving.line import Origin
 from easyckpt.saving.metrics import COMPONENT as METRICS
@@ -148,28 +147,6 @@ class Checkpointer:
         """
         return self._load(step=step, strict=strict, components=components, explicit=step is not None)
 
-    @guarded
-    def load_found(self, found: Restored, *, explicit: bool) -> Restored:
-        """Restore what a Prospect has found before. `explicit`: the user has named that very step."""
-        return self._load(step=found.step, strict=True, components=None, explicit=explicit)
-
-    @guarded
-    def load_elsewhere(self, path: str) -> Restored:
-        """Restore from the one checkpoint in the directory `path`, of any root: a new line begins at its step here."""
-        self._check_open()
-        restored = restore_elsewhere(
-            path,
-            self._parts.capture.components,
-            None,
-            channel=self._channel,
-            ranks=self._ranks,
-            open_checkpoint=self._opened.dialect.open,
-            timeout=self._config.peer_timeout,
-        )
-        self._begin_at(restored.step)
-        self._generators = RngComponent().value()
-        return restored
-
     def _load(self, *, step: int | None, strict: bool, components: Collection[str] | None, explicit: bool) -> Restored:
         self._check_open()
         check_names(components)
@@ -211,16 +188,6 @@ class Checkpointer:
             self._events.emit(Warned(message=f"nothing to restore in {self._opened.storage.root}: starting at step 0"))
 
     @guarded
-    def begin_at(self, step: int) -> None:
-        """Your objects are at `step` by other means than `load` (0: from nothing): the next save opens a line."""
-        self._begin_at(step)
-
-    def _begin_at(self, step: int) -> None:
-        self._check_open()
-        self._saver.go_on_from(Origin(step, None, explicit=True), adopted=None, committed=-1)
-        self._step = step if step else -1
-
-    @guarded
     def save_if_needed(self, step: int) -> None:
         """Snapshot and flush as the intervals say. `step` is the number of finished steps, the same on all ranks.
 
@@ -229,19 +196,6 @@ class Checkpointer:
         """
         if not self._inert():
             self._came_to(step, flush="no")
-
-    @guarded
-    def flush(self, step: int, *, skip: bool = False) -> Future[int]:
-        """As `save_if_needed`, and flush the snapshot whatever the interval says.
-
-        The Future resolves to the step once it is durable on all ranks. Flushes queue up behind one that still runs;
-        training waits where they hold all slots. With `skip` it never waits, and the Future holds SaveFailed then.
-        """
-        if self._inert():
-            raise UsageError("a forked child cannot save: only the process that made the Checkpointer can")
-        future = self._came_to(step, flush="skip" if skip else "wait")
-        assert future is not None
-        return future
 
     def _came_to(self, given: int, *, flush: Literal["no", "skip", "wait"]) -> Future[int] | None:
         begun, future = time.perf_counter(), None
@@ -339,16 +293,6 @@ class Checkpointer:
         undurable, self._farewell.undurable = self._farewell.undurable, None
         if undurable is not None:
             raise undurable
-
-    @guarded
-    def leave(self) -> None:
-        """End where the newest snapshot is not wanted on storage: flushes that were asked for are waited for."""
-        if not (self._inert() or self._farewell.begun):
-            try:
-                self._saver.wait(self._config.close_timeout)
-            finally:
-                self._farewell.leave()
-                ending.forget(self)
 
     @guarded
     def abandon(self) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import Self, Unpack
 
 from easyckpt.config_sources import resolve
 from easyckpt.dialects import Dialect
-from easyckpt.engine import Checkpointer
+from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.ground import Ground
 from easyckpt.loading.elsewhere import restore_elsewhere
 from easyckpt.loading.loader import Loader, Restored
@@ -106,9 +106,9 @@ class Prospect:
             timeout=self.timeout,
         )
 
-    def checkpointer(self, state: Mapping[str, Any], kind: type[Checkpointer] = Checkpointer) -> Checkpointer:
+    def checkpointer(self, state: Mapping[str, Any]) -> FrameworkCheckpointer:
         """The Checkpointer of `state` in this root; this object is of no use any more."""
-        made = kind.__new__(kind)
+        made = FrameworkCheckpointer.__new__(FrameworkCheckpointer)
         made._build_on(self._ground, lambda ground: None, state)
         return made
 

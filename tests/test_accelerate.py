@@ -7,7 +7,6 @@ memory, and without; in a process that was seeded otherwise. CI runs a sample, `
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,20 @@ from typing import Any
 import pytest
 
 from tests.trainers import launch
-from tests.trainers.launch import KILLED, VERSIONS
+from tests.trainers.launch import VERSIONS
 from tests.trainers.loops import LOOPS, SAVE
-from tests.trainers.matrix import empty_memory
+from tests.trainers.matrix import lose_snapshots
 
+KILLED = -9
 JOB = "tests.trainers.loop"
 SAMPLE = ("mlm_accumulated", "noise_w2_pers", "drawn_w2", "ddp_drawn_end", "ddp_seedable")
+CASES = (
+    "nothing_prepared_is_forgotten",
+    "a_save_in_mid_accumulation_is_refused",
+    "another_loader_is_refused",
+    "passes_go_forward",
+    "sharded_training_is_refused",
+)
 #: What a resumed job has only from the step on at which it began.
 BY_STEP = ("batches", "losses")
 Record = dict[str, Any]
@@ -50,23 +57,24 @@ class Trial:
         assert not any(ended.codes), ended.said
         return self.records(record)
 
-    def killed_and_resumed(self, straight: list[Record]) -> None:
-        """Kill it, and hold what comes of going on from either tier against `straight`."""
-        loop = LOOPS[self.name]
-        ended = self.run("run", "killed", "--until", loop.until, "--committed", newest(loop.until))
+    def killed(self, root: str) -> None:
+        until = LOOPS[self.name].until
+        ended = self.run(root, f"{root}-killed", "--until", until, "--committed", newest(until))
         assert all(ended.codes), ended.said
         assert self.fresh or set(ended.codes) == {KILLED}, ended.said
-        assert self.records("killed") == []
-        run, kept = self.directory / "run", self.directory / "kept"
-        shutil.copytree(run, kept, symlinks=True)
-        from_memory = self.finished("run", "memory", "--seed", "8")
+        assert self.records(f"{root}-killed") == []
+
+    def killed_and_resumed(self, straight: list[Record]) -> None:
+        """Kill it, and hold what comes of going on against `straight`: with its memory, and without."""
+        loop = LOOPS[self.name]
+        self.killed("memory")
+        from_memory = self.finished("memory", "memory-resumed", "--seed", "8")
         assert differences(straight, from_memory) == []
         assert {loop.until - record["began"] for record in from_memory} <= set(range(loop.ranks + 1))
         assert {record["tier"] for record in from_memory} == {"memory"}
-        empty_memory()
-        shutil.rmtree(run)
-        kept.rename(run)
-        from_storage = self.finished("run", "storage", "--seed", "9")
+        self.killed("storage")
+        lose_snapshots()
+        from_storage = self.finished("storage", "storage-resumed", "--seed", "9")
         assert differences(straight, from_storage) == []
         assert {(record["began"], record["tier"]) for record in from_storage} == {(newest(loop.until), "storage")}
 
@@ -104,6 +112,24 @@ def is_exact(name: str, version: str, directory: Path, *, fresh: bool = False) -
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_of_the_loops(name, tmp_path):
     is_exact(name, VERSIONS[-1], tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_it_does_besides(case, tmp_path):
+    ended = launch.run(
+        VERSIONS[-1], [case, tmp_path / "root"], ranks=1, beside=tmp_path / "case", job="tests.trainers.loop_cases"
+    )
+    assert ended.codes == [0], ended.said
+
+
+def test_accelerate_alone_is_not_exact(tmp_path):
+    """The traps are real: else the tests above could not fail."""
+    trial = Trial("mlm", VERSIONS[-1], tmp_path)
+    straight = trial.finished("none", "straight", "--mode", "plain")
+    until = LOOPS["mlm"].until
+    assert trial.run("stock", "killed", "--mode", "stock", "--until", until).codes == [KILLED]
+    resumed = trial.finished("stock", "resumed", "--mode", "stock", "--began", until)
+    assert any("batches" in difference for difference in differences(straight, resumed))
 
 
 @pytest.mark.soak

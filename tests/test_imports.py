@@ -29,6 +29,7 @@ ENGINE = {
     "dialects",
     "ground",
     "prospect",
+    "framework",
 }  # the Checkpointer, how it ends, how it puts the rooms together
 LOOKING = {
     "contents",
@@ -71,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         part: ROOMS_BELOW_SAVING | {"saving", "loading", "settings", "config_sources", "auditing"} | ENGINE
         for part in ENGINE
     },
-    "integrations": ENGINE_AND_BELOW | {TOP, "exporting_torch"},
+    "integrations": ENGINE_AND_BELOW | {TOP, "exporting_torch", "settings"},
     "cli": ENGINE_AND_BELOW | LOOKING | {"auditing"},  # whose notes it reads
     TOP: ENGINE_AND_BELOW | {"cli"},
 }

@@ -48,6 +48,14 @@ def test_pinned_steps_stay_and_do_not_count():
     assert going([entry(1), entry(2), entry(3), entry(4)], newest=1, pinned={4}) == [1, 2]
 
 
+def test_of_those_that_were_chosen_the_last_that_is_there_stays_and_counts():
+    there = [entry(1), entry(2), entry(3), entry(4)]
+    assert going(there, newest=2, chosen=(1,)) == [2, 3]
+    assert going(there, newest=2, chosen=(1, 2)) == [1, 3]
+    assert going(there, newest=2, chosen=(1, 5)) == [2, 3]
+    assert going(there, newest=1, chosen=(1,)) == [2, 3]
+
+
 def test_held_steps_stay_as_long_as_they_are_held():
     assert going([entry(1), entry(2), entry(3)], newest=1, held={1}) == [2]
 

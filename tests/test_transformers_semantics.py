@@ -10,11 +10,15 @@ import pytest
 from tests.trainers.launch import REPOSITORY, VERSIONS, quiet
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_semantics(version):
+#: Damage in each kind of file is the same with both versions: CI looks at it with the newer one.
+DAMAGE = "damage_in_any_file"
+
+
+@pytest.mark.parametrize(("version", "chosen"), [("4", f"not {DAMAGE}"), ("5", f"not {DAMAGE}"), ("5", DAMAGE)])
+def test_semantics(version, chosen):
     python = REPOSITORY / f".venv-transformers{version}" / "bin" / "python"
     ran = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/trainers/semantics.py"],
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "tests/trainers/semantics.py"],
         cwd=REPOSITORY,
         env={**os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,

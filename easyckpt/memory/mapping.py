@@ -21,7 +21,8 @@ from easyckpt.errors import OutOfSpace, UsageError
 
 PAGE = 4096
 _log = logging.getLogger("easyckpt")
-_POPULATE_PIECE = 64 << 20  # the kernel holds the address space's lock for one piece
+#: The kernel holds the lock of the address space for one piece: who allocates much memory meanwhile waits for it.
+_POPULATE_PIECE = 8 << 20
 _FALLBACK_PIECE = 1 << 20  # pages touched by Python hold the GIL: keep it short
 
 _MADV_DONTFORK = 10

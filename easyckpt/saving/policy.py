@@ -32,8 +32,9 @@ class Policy:
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
     """Which value of `metric` is best."""
-    kept: frozenset[int] = frozenset()
-    """Steps that stay whatever their age, and count as if they were the newest: best ones that somebody else chose."""
+    chosen: tuple[int, ...] = ()
+    """Steps that somebody else chose as the best, one after the other. The last of them that is there stays whatever
+    its age, and counts as if it were the newest: so the one before stays until its successor is committed."""
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> Policy:
@@ -91,12 +92,14 @@ def judge(
     """
     valid = sorted((entry for entry in entries if entry.kind == "committed" and entry.valid), key=_step)
     countable = [entry for entry in valid if entry.step not in pinned]
-    ordered = sorted(countable, key=lambda entry: entry.step in policy.kept)  # stable: by step, those that stay last
+    there = {entry.step for entry in valid}
+    chosen = [step for step in policy.chosen if step in there][-1:]
+    ordered = sorted(countable, key=lambda entry: entry.step in chosen)  # stable: by step, the one that stays last
     newest = ordered if policy.newest is None else ordered[max(0, len(ordered) - policy.newest) :]
     kept: dict[Reason, Collection[int]] = {
         "newest": {entry.step for entry in [*newest, *valid[-1:]]},
         "every": {entry.step for entry in valid if policy.every is not None and entry.step % policy.every == 0},
-        "best": {entry.step for entry in best_of(countable, policy)} | policy.kept,
+        "best": {*chosen, *(entry.step for entry in best_of(countable, policy))},
         "pinned": pinned,
         "held": held,
     }

@@ -54,6 +54,9 @@ class Promise(Future[int]):
     Its holder cannot cancel it: the flush goes on whatever becomes of who waits for it.
     """
 
+    agreed_at = 0
+    """Once it is done: the first step at which every rank may know that."""
+
     def __init__(self, callbacks: Callbacks) -> None:
         super().__init__()
         self._callbacks = callbacks

@@ -62,12 +62,6 @@ class AccelerateCheckpointer(Checkpointer):
             super().save_if_needed(step)
 
     @override
-    def flush(self, step: int, *, skip: bool = False) -> Future[int]:
-        """As of `Checkpointer`; UsageError while gradients are accumulated."""
-        self._refuse_accumulating(step)
-        return super().flush(step, skip=skip)
-
-    @override
     def save(self, step: int, *, wait: bool = False) -> Future[int]:
         """As of `Checkpointer`; UsageError while gradients are accumulated."""
         self._refuse_accumulating(step)

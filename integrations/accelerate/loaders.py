@@ -14,7 +14,14 @@ from typing import Any
 from accelerate.data_loader import SeedableRandomSampler
 
 from easyckpt.errors import ConfigError, StateMismatch, UsageError
-from easyckpt.integrations.training_data import OF_ACCELERATE, Place, TrackedLoader, TrainingData, reading_of
+from easyckpt.integrations.training_data import (
+    OF_ACCELERATE,
+    Place,
+    TrackedLoader,
+    TrainingData,
+    is_tracked,
+    reading_of,
+)
 from easyckpt.state.data_position import DataPosition
 from easyckpt.state.generators import host_generators, set_host_generators
 
@@ -68,8 +75,6 @@ class Loader(TrainingData):
     def iterate(self, loader: Any, epoch: int) -> Iterator[Any]:
         """The batches of the pass `epoch` that were not handed out yet."""
         base = loader.base_dataloader
-        if type(base) is TrackedLoader:
-            raise UsageError("this loader is being iterated already: leave that loop first")
         self._meet(loader, epoch)
         self.reading = reading_of(loader)
         loader.base_dataloader = TrackedLoader(base, self, lambda: epoch)
@@ -168,6 +173,8 @@ def _check(loader: Any, epoch: Any) -> None:
             f"batches: the position in a {kind} is not known exactly. Prepare a plain torch DataLoader, without "
             "use_stateful_dataloader (which nothing here needs)"
         )
+    if is_tracked(loader):
+        raise UsageError("batches: this loader is being iterated already: leave that loop first")
     if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
         raise ConfigError(f"epoch: must be an integer from 0 on, not {epoch!r}")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.training_data import TrainingData
-from easyckpt.integrations.transformers import recipe
+from easyckpt.integrations.transformers import recipe, versions
 from easyckpt.integrations.transformers.names import (
     ARGUMENTS_FILE,
     DATA,
@@ -64,16 +64,31 @@ class Files:
     def __init__(self) -> None:
         self._recipe = recipe.Recipe()
         self._value: dict[str, Any] = _tensors_of(self._recipe)
+        self._learnt_at = -1
+        self._seen: Any = None
+        """What the files were made of, where that says all of them."""
 
     def learn(self, trainer: Any) -> None:
-        """Have the Trainer say which they are now. Only ranks that save call it."""
-        fresh = recipe.learn(trainer, live_tensors(trainer), MODEL, FILES)
+        """Have the Trainer say which they are now. All ranks call it: a program's own saving may wait for all."""
+        live = live_tensors(trainer)
+        if versions.saves_as_ever(trainer, _ours(trainer)):
+            look = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()]
+            seen = (id(trainer.model), trainer.model.config.to_json_string(), look)
+            if seen == self._seen and not self._recipe.copies:
+                self._learnt_at = int(trainer.state.global_step)
+                return
+            self._seen = seen
+        fresh = recipe.learn(trainer, live, MODEL, FILES)
         if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
             self._recipe, self._value = fresh, _tensors_of(fresh)
+        self._learnt_at = int(trainer.state.global_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """As tensors, which cost a copy at each step and nothing else."""
-        return self._value
+        """As tensors, which cost a copy at each step and nothing else.
+
+        What holds weights that are in no component is of the step at which it was learnt, and of no other.
+        """
+        return {**self._value, "learnt_at": self._learnt_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing of it is wanted back: the files are made anew of the live objects."""
@@ -126,3 +141,8 @@ def state_of(trainer: Any, progress: Progress, data: TrainingData, files: Files)
     if scaler is not None:
         state[SCALER] = scaler
     return state
+
+
+def _ours(trainer: Any) -> tuple[type, ...]:
+    """The classes of ours that extend the Trainer's."""
+    return tuple(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("easyckpt."))

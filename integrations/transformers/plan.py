@@ -20,6 +20,7 @@ from easyckpt.format.canonical import loads
 from easyckpt.format.difference import ASIDE
 from easyckpt.format.dtypes import DTYPES, ITEM_BYTES
 from easyckpt.format.image import Layout
+from easyckpt.format.layout import SAFETENSORS
 from easyckpt.format.safetensors import make_header
 from easyckpt.integrations.transformers.names import (
     FILES,
@@ -31,6 +32,7 @@ from easyckpt.integrations.transformers.names import (
     SCHEDULER,
     SCHEDULER_FILE,
     STATE_FILE,
+    WEIGHTS,
     rng_file,
 )  # fmt: skip
 from easyckpt.integrations.transformers.progress import state_json
@@ -111,14 +113,18 @@ def _model_files(values: _Values) -> list[PlannedFile]:
     kept = values.value(FILES)
     small = {**kept["small"], **kept[ASIDE]}
     numbers = values.numbers()
-    files = [
-        _weights_file(values, numbers, recipe) for recipe in json.loads(bytes(kept["recipe"].tolist()).decode() or "[]")
-    ]
+    recipes = json.loads(bytes(kept["recipe"].tolist()).decode() or "[]")
+    if kept["learnt_at"] != values.view.meta.step:  # no file at all rather than one with weights of another step
+        recipes = [recipe for recipe in recipes if all(tensor[3] != FILES for tensor in recipe["tensors"])]
+        kept["small"] = {name: data for name, data in kept["small"].items() if not name.endswith(WEIGHTS)}
+    files = [_weights_file(values, numbers, recipe) for recipe in recipes]
     return files + [_small(name, bytes(content.numpy().tobytes())) for name, content in small.items()]
 
 
 def _weights_file(values: _Values, numbers: dict[tuple[Any, ...], int], recipe: dict[str, Any]) -> PlannedFile:
     file = PlannedFile(recipe["name"])
+    if not recipe["name"].endswith(SAFETENSORS):
+        return _archive_of_weights(values, numbers, recipe)
     tensors = sorted(recipe["tensors"], key=lambda tensor: -ITEM_BYTES[tensor[1]])  # so that all are aligned
     file.add(make_header(((key, dtype, tuple(shape)) for key, dtype, shape, *_ in tensors), recipe["metadata"]))
     for _, dtype, shape, component, name, offset in tensors:
@@ -126,12 +132,31 @@ def _weights_file(values: _Values, numbers: dict[tuple[Any, ...], int], recipe: 
         number = numbers[path]
         leaf = values.layout.leaves[number]
         size = math.prod(shape) * ITEM_BYTES[dtype]
-        if leaf.order != tuple(range(len(leaf.order))):  # kept in another order than the file has it
-            file.add(values.tensor(number).contiguous().view(torch.uint8).numpy().tobytes()[offset : offset + size])
-        elif size == leaf.nbytes:
+        if size == leaf.nbytes:
             file.add(values.bytes(number), number if number not in file.places else None)
         else:
             file.add(memoryview(values.bytes(number)).cast("B")[offset : offset + size])
+    return file
+
+
+def _archive_of_weights(values: _Values, numbers: dict[tuple[Any, ...], int], recipe: dict[str, Any]) -> PlannedFile:
+    """A state dict as torch.save writes it."""
+    made: dict[tuple[Any, ...], torch.Tensor] = {}
+    state = {}
+    for key, dtype, shape, component, name, offset in recipe["tensors"]:
+        place = (component, name, offset, dtype, tuple(shape))
+        state[key] = made.setdefault(place, torch.empty(shape, dtype=DTYPES[dtype]))
+    file, storages = PlannedFile(recipe["name"]), list(made)
+    sizes = [math.prod(shape) * ITEM_BYTES[dtype] for *_, dtype, shape in storages]
+
+    def pieces(number: int) -> Iterator[memoryview]:
+        component, name, offset, _, _ = storages[number]
+        leaf, size = numbers[(component, name) if component != FILES else (component, "tensors", name)], sizes[number]
+        if size == values.layout.leaves[leaf].nbytes and leaf not in file.places:
+            file.places[leaf] = file.nbytes
+        yield memoryview(values.bytes(leaf)).cast("B")[offset : offset + size]
+
+    exporting_torch.save(state, sizes, pieces, file.add)
     return file
 
 

@@ -55,10 +55,8 @@ def _history(kept: Mapping[str, Any]) -> list[Any]:
 
 
 def _number(value: Any) -> Any:
-    """Numbers of NumPy and torch as plain ones, as far as JSON knows them."""
-    if hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} in the Trainer's log is no JSON value")
+    """Numbers of NumPy and torch as plain ones; what is none, as text: a log must not end a training."""
+    return value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else repr(value)
 
 
 class Progress:

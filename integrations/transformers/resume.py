@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping
@@ -109,9 +110,40 @@ def _newest(prospect: Prospect, state: Mapping[str, Any]) -> Origin:
             f"by itself: {'; '.join(answer['damaged'])}. Train without resume_from_checkpoint to begin anew."
         )
     if found is None or found.tier is None:
-        _log.warning("nothing to resume from in %s: training starts from scratch", prospect.root)
-        return Origin()
+        return _of_an_older_line(prospect, state)
     return Origin(found.step, found=found)
+
+
+def _of_an_older_line(prospect: Prospect, state: Mapping[str, Any]) -> Origin:
+    """A line that was begun, and has nothing yet, hides nothing: the newest of the lines before it."""
+    damaged = []
+    for path in _by_rank_0(prospect, "checkpoints of older lines", lambda: _older(prospect)):
+        try:
+            found = prospect.look_elsewhere(path, state)
+        except DamagedCheckpoint as error:
+            _log.warning("%s cannot be resumed from and is passed over: %s", path, error)
+            damaged.append(str(error))
+            continue
+        _log.warning("nothing was saved since a new training began: going on from %s, of the one before", path)
+        return Origin(found.step, elsewhere=path)
+    if damaged:
+        raise DamagedCheckpoint(
+            f"{prospect.root}: none of {len(damaged)} checkpoints can be resumed from; {damaged[0]}"
+        )
+    _log.warning("nothing to resume from in %s: training starts from scratch", prospect.root)
+    return Origin()
+
+
+def _older(prospect: Prospect) -> list[str]:
+    """Rank 0: committed checkpoints that are not in the past of the open line, those of the newest lines first."""
+    record, found = catalog.read_root(prospect.storage), catalog.scan(prospect.storage, _NAMING).committed()
+    paths: dict[str, None] = {}
+    for count in range(0 if record is None else len(record.timelines), 0, -1):
+        assert record is not None
+        past = dataclasses.replace(record, timelines=record.timelines[:count])
+        on_line = [e for e in found if e.manifest is not None and past.on_ancestry(e.manifest.timeline, e.step)]
+        paths |= {os.path.join(prospect.root, entry.name): None for entry in reversed(on_line)}
+    return list(paths)
 
 
 def _newest_foreign(prospect: Prospect, have: int) -> dict[str, Any]:
@@ -151,6 +183,5 @@ def _say_foreign(path: str) -> None:
     )
 
 
-def _by_rank_0(prospect: Prospect, what: str, work: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = done_by_rank_0(prospect.channel, prospect.ranks, what, work, prospect.timeout)
-    return answer
+def _by_rank_0(prospect: Prospect, what: str, work: Any) -> Any:
+    return done_by_rank_0(prospect.channel, prospect.ranks, what, work, prospect.timeout)

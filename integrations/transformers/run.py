@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
-from easyckpt.engine import Checkpointer
 from easyckpt.errors import UsageError
+from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations import training_data
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import progress as trainer_progress
@@ -33,7 +33,6 @@ from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
 from easyckpt.prospect import Prospect
-from easyckpt.saving.policy import Policy
 
 _log = logging.getLogger("easyckpt")
 
@@ -51,7 +50,7 @@ class TrainingRun:
         self._limit = limit
         self._dialect = of_trainer(planner)
         self._prospect: Prospect | None = self._opened()
-        self._checkpointer: Checkpointer | None = None
+        self._checkpointer: FrameworkCheckpointer | None = None
         self._private: str | None = None
         self._in_epoch_end = self._requested = False
         self._snapshot_at = self._flushed_at = self._counted_at = -1
@@ -93,8 +92,7 @@ class TrainingRun:
         trainer = self._trainer
         trainer.state.global_step = int(trainer.state.global_step)
         self.progress.trainer = trainer
-        if trainer.args.should_save:
-            self.files.learn(trainer)
+        self.files.learn(trainer)
         if self._prospect is None:
             self._begin_again()
         assert self._prospect is not None
@@ -104,6 +102,7 @@ class TrainingRun:
         handler = trainer.callback_handler
         self.saves = Saves(trainer, prospect.root, handler.on_save)
         handler.on_save = _heard_later
+        self._keep_best()
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
             checkpointer.begin_at(self.origin.step)
@@ -176,22 +175,22 @@ class TrainingRun:
         self._requested = True
         if trainer.hp_search_backend is None:
             trainer.store_flos()
-        if metrics is not None and versions.is_new_best(trainer.args, trainer.state, metrics):
-            trainer.state.best_model_checkpoint = self.saves.path(trainer.state.global_step)
-            self._keep(trainer.state.global_step)
-        best = getattr(trainer.state, "best_global_step", None)
-        if best and trainer.args.save_strategy != "no":
-            if best == trainer.state.global_step or self.saves.known(best):
-                trainer.state.best_model_checkpoint = self.saves.path(best)
-            self._keep(best)
+        state = trainer.state
+        if metrics is not None and versions.is_new_best(trainer.args, state, metrics):
+            state.best_model_checkpoint = self.saves.path(state.global_step)
+        best = getattr(state, "best_global_step", None)
+        if best and trainer.args.save_strategy != "no" and (best == state.global_step or self.saves.known(best)):
+            state.best_model_checkpoint = self.saves.path(best)
+        self._keep_best()
 
-    def _keep(self, best: int) -> None:
-        """The best checkpoint stays, and the one before it until the new one is there."""
-        if best not in self._best:
-            self._best = [*self._best[-1:], best]
+    def _keep_best(self) -> None:
+        """What the Trainer's state names as the best checkpoint stays, and the one before it until that is there."""
+        step = self.saves.step_of(self._trainer.state.best_model_checkpoint)
+        if step is not None and step not in self._best[-1:]:
+            self._best.append(step)
             assert self._checkpointer is not None
-            policy = Policy(newest=self._checkpointer._config.max_ckpt_num, kept=frozenset(self._best))
-            self._checkpointer._parts.flusher.policy = policy
+            policy = self._checkpointer.policy
+            self._checkpointer.policy = dataclasses.replace(policy, chosen=tuple(self._best))
 
     def end_step(self, loss: torch.Tensor) -> None:
         """The Trainer has logged and evaluated: the state of the step is complete, unless its epoch ends with it."""
@@ -207,13 +206,19 @@ class TrainingRun:
             return
         preempted = step > self._snapshot_at and checkpointer.preempted
         if preempted:
-            self._requested = True
+            self.request_save()
         self._take(step)
         self.saves.deliver()
         if preempted:
             trainer.control.should_training_stop = True
-        if self._in_epoch_end and (trainer.control.should_training_stop or step >= trainer.state.max_steps):
+        if self._in_epoch_end and self._training_ends(step):
             self.drain()
+
+    def _training_ends(self, step: int) -> bool:
+        """Whether no epoch follows this one. The last may have had fewer steps than it was thought to have."""
+        state = self._trainer.state
+        last: bool = self.data.place.epoch + 1 >= state.num_train_epochs
+        return bool(self._trainer.control.should_training_stop or step >= state.max_steps or last)
 
     def _epoch_ends(self) -> bool:
         trainer = self._trainer
@@ -226,8 +231,7 @@ class TrainingRun:
         assert checkpointer is not None
         requested, self._requested = self._requested, False
         if requested and step > self._flushed_at:
-            if self._trainer.args.should_save:
-                self.files.learn(self._trainer)
+            self.files.learn(self._trainer)
             skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
             control = self._trainer.control
             control.should_save = True  # as it is when the Trainer writes its state
@@ -268,7 +272,7 @@ class TrainingRun:
             if self._checkpointer is not None:
                 last_first.callback(self._end_of(self._checkpointer, error))
 
-    def _end_of(self, checkpointer: Checkpointer, error: BaseException | None) -> Callable[[], None]:
+    def _end_of(self, checkpointer: FrameworkCheckpointer, error: BaseException | None) -> Callable[[], None]:
         """How it lets go. A program that ends itself in the middle, and well, has its newest snapshot committed."""
         if error is not None:
             return checkpointer.close if ending.is_clean(error) else checkpointer.abandon

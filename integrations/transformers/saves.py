@@ -10,8 +10,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
 
 from easyckpt.errors import SaveFailed
@@ -33,13 +31,19 @@ class Saves:
 
     def __init__(self, trainer: Any, root: str, on_save: Callable[..., Any]) -> None:
         self._trainer, self._root, self._on_save = trainer, root, on_save
+        self._alone = trainer.args.world_size == 1
         self._output_dir = os.path.abspath(trainer.args.output_dir)
         self._pending: list[_Pending] = []
-        self._committed: set[int] = set()
 
     def path(self, step: int) -> str:
         """The checkpoint's directory, as the Trainer knows it; an audit has its runs' checkpoints elsewhere."""
-        return os.path.join(self._output_dir, TrainerNaming().committed(step))
+        return os.path.join(self._trainer.args.output_dir, TrainerNaming().committed(step))
+
+    def step_of(self, path: str | None) -> int | None:
+        """The step of the checkpoint at `path`; None for what is none of this directory's."""
+        folder, name = os.path.split(path or "")
+        ours = folder == self._trainer.args.output_dir or os.path.realpath(folder) == os.path.realpath(self._output_dir)
+        return TrainerNaming().parse_committed(name) if ours else None
 
     def known(self, step: int) -> bool:
         """Whether the checkpoint of `step` is there, or on its way."""
@@ -58,11 +62,11 @@ class Saves:
         for save in self._pending:
             if wait:
                 save.future.exception()  # resolved in bounded time
-            if not save.future.done():
+            # Not at once where other ranks may hear of it later: callbacks may wait for each other.
+            agreed = wait or self._alone or self._trainer.state.global_step >= getattr(save.future, "agreed_at", 0)
+            if not save.future.done() or not agreed:
                 break
             ready += 1
-        if self._pending and not wait:
-            ready = self._agreed(ready)
         done, self._pending = self._pending[:ready], self._pending[ready:]
         for save in done:
             self._tell(save)
@@ -92,14 +96,6 @@ class Saves:
         return bool(self._trainer.args.push_to_hub) or any(
             type(callback).on_save is not TrainerCallback.on_save for callback in callbacks
         )
-
-    def _agreed(self, ready: int) -> int:
-        """How many all ranks know to be complete. Every rank that has pending ones comes here: they are the same."""
-        if self._trainer.args.world_size == 1 or not self._has_listeners():
-            return ready
-        count = torch.tensor([ready], device=self._trainer.args.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MIN)
-        return int(count.item())
 
 
 def _frozen(state: Any) -> Any:

@@ -6,10 +6,13 @@ Supported: transformers from 4.46 to 5, accelerate from 1.0 on. Read, and run by
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import accelerate
@@ -17,7 +20,7 @@ import safetensors.torch
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers import trainer as trainer_module
 
 from easyckpt.errors import ConfigError
@@ -25,9 +28,6 @@ from easyckpt.errors import ConfigError
 OLDEST, TESTED = Version("4.46"), (Version("4.57.6"), Version("5.24.0"))
 OLDEST_ACCELERATE = Version("1.0")
 HERE = Version(transformers.__version__)
-
-#: Libraries that write a model's tensors, and may have taken the functions that do so under names of their own.
-_WRITERS = ("transformers", "peft", "trl", "accelerate", "sentence_transformers", "safetensors")
 
 #: (path, tensors by key, metadata) of each file of tensors that was to be written.
 Captured = list[tuple[str, Mapping[str, torch.Tensor], Mapping[str, str] | None]]
@@ -52,7 +52,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def writes_captured() -> Iterator[Captured]:
-    """Within it, this thread's writes of tensors are noted in place of being made; all else is written."""
+    """Within it, this thread's writes of weights are noted in place of being made; all else is written."""
     captured: Captured = []
     thread = threading.get_ident()
     save_file, torch_save = safetensors.torch.save_file, torch.save
@@ -63,24 +63,44 @@ def writes_captured() -> Iterator[Captured]:
         captured.append((str(filename), dict(tensors), metadata))
         return None
 
-    with _replaced(save_file, note_file), _replaced(torch_save, torch_save):
+    def note_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or not isinstance(f, (str, os.PathLike)) or not _is_state_dict(obj):
+            return torch_save(obj, f, *args, **kwargs)
+        captured.append((os.fspath(f), dict(obj), None))
+        return None
+
+    with _replaced({save_file: note_file, torch_save: note_save}):
         yield captured
 
 
+def _is_state_dict(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
+
+
 @contextlib.contextmanager
-def _replaced(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Every name that the writing libraries have for `old` stands for `new`."""
-    changed = []
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in _WRITERS]:
-        for name, value in list(vars(module).items()):
-            if value is old:
-                changed.append((module, name))
-                setattr(module, name, new)
+def _replaced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
+    """Every name that any module has for one of `functions` stands for another: programs import them by name."""
+    changed = [(inside, name, inside[name]) for inside, name in _names_of(tuple(functions)) if name in inside]
     try:
+        for inside, name, old in changed:
+            if old in functions:
+                inside[name] = functions[old]
         yield
     finally:
-        for module, name in changed:
-            setattr(module, name, old)
+        for inside, name, old in changed:
+            inside[name] = old
+
+
+@functools.lru_cache(maxsize=4)
+def _names_among(modules: int, functions: tuple[Callable[..., Any], ...]) -> list[tuple[dict[str, Any], str]]:
+    """The names; to be looked for anew where there are more `modules` than there were."""
+    wanted = set(map(id, functions))
+    insides = [vars(module) for module in list(sys.modules.values()) if type(module) is ModuleType]
+    return [(inside, name) for inside in insides for name, value in list(inside.items()) if id(value) in wanted]
+
+
+def _names_of(functions: tuple[Callable[..., Any], ...]) -> list[tuple[dict[str, Any], str]]:
+    return _names_among(len(sys.modules), functions)
 
 
 def leave_skipping(to: Callable[[Any, int], bool]) -> None:
@@ -151,3 +171,9 @@ def is_new_best(args: Any, state: Any, metrics: Mapping[str, float]) -> bool:
 def loss_in_all(trainer: Any) -> float:
     """The loss of all logged steps, where the mean over the whole training is made of it (to 5.7; else of one call)."""
     return float(trainer._total_loss_scalar) if running_loss(trainer) is None else 0.0
+
+
+def saves_as_ever(trainer: Any, ours: tuple[type, ...]) -> bool:
+    """Whether transformers alone saves the model, so that its files depend on nothing of the program's."""
+    stock = all(is_stock(type(trainer), method, ours) for method in ("save_model", "_save"))
+    return stock and getattr(type(trainer.model), "save_pretrained", None) is PreTrainedModel.save_pretrained

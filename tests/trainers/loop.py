@@ -30,9 +30,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("loop", choices=sorted(LOOPS))
     parser.add_argument("--root", required=True)
     parser.add_argument("--record", required=True, help="path; the rank is appended")
-    parser.add_argument("--mode", choices=["ours", "plain"], default="ours")
+    parser.add_argument("--mode", choices=["ours", "plain", "stock"], default="ours")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--until", type=int, help="be killed when this step has ended")
+    parser.add_argument("--began", type=int, default=0, help="of stock: the step that was saved")
     parser.add_argument("--committed", type=int, help="but only when this step is in storage")
     return parser.parse_args()
 
@@ -61,9 +62,9 @@ class Training:
         self.given, self.loop = given, loop
         self.path = Path(f"{given.record}.{os.environ.get('RANK', '0')}")
         random.seed()
-        set_seed(given.seed)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=loop.accumulate, **loop.accelerator())
-        model = Plain(tied=False)
+        model = Plain(tied=False)  # which seeds torch's generator
+        set_seed(given.seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
@@ -79,6 +80,9 @@ class Training:
             self.train(lambda loader, epoch, name: loader, lambda step: None)
             self.write(0, None)
             return
+        if self.given.mode == "stock":
+            self.run_stock()
+            return
         from easyckpt.integrations.accelerate import AccelerateCheckpointer
 
         with AccelerateCheckpointer(
@@ -93,6 +97,27 @@ class Training:
             self.step = restored.step
             self.train(checkpointer.batches, lambda step: self.save(checkpointer, step))
             self.write(restored.step, restored.tier)
+
+    def run_stock(self) -> None:
+        """What accelerate itself offers, as its documentation has it; on one rank, without accumulation."""
+        where = Path(self.given.root)
+        began = self.given.began
+        if began:
+            self.accelerator.load_state(str(where))
+            self.step = began
+            self.progress["epoch"] = began // len(self.loaders[0])
+
+        def batches(loader: Any, epoch: int, name: str) -> Any:
+            skip = max(0, began - epoch * len(loader))
+            return self.accelerator.skip_first_batches(loader, skip) if skip else loader
+
+        def save(step: int) -> None:
+            if step == self.given.until:
+                self.accelerator.save_state(str(where))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self.train(batches, save)
+        self.write(began, None)
 
     def train(self, batches: Any, save: Any) -> None:
         random.random()

@@ -63,7 +63,7 @@ SEEDABLE = {"use_seedable_sampler": True}
 LOOPS = {
     "base": Loop(shuffled()),
     "mlm": Loop(shuffled(collate_fn=Masking())),
-    "mlm_boundary": Loop(shuffled(collate_fn=Masking()), until=20),
+    "mlm_boundary": Loop(shuffled(collate_fn=Masking()), until=21),
     "mlm_first": Loop(shuffled(collate_fn=Masking()), until=5),
     "mlm_last_batch": Loop(shuffled(collate_fn=Masking()), until=29),
     "mlm_accumulated": Loop(shuffled(collate_fn=Masking()), until=7, accumulate=3),
@@ -81,7 +81,7 @@ LOOPS = {
     "dispatched_map": Loop(shuffled(collate_fn=Masking()), loading={"dispatch_batches": True}),
     "two": Loop(two),
     "ddp_mlm": Loop(shuffled(collate_fn=Masking()), ranks=2, until=9),
-    "ddp_boundary": Loop(shuffled(collate_fn=Masking()), ranks=2, until=10),
+    "ddp_boundary": Loop(shuffled(collate_fn=Masking()), ranks=2, until=21, epochs=5),
     "ddp_accumulated": Loop(shuffled(collate_fn=Masking()), ranks=2, until=5, accumulate=2),
     "ddp_noise_w2": Loop(shuffled(NoisySequences, num_workers=2), ranks=2, until=9, like_plain=False),
     "ddp_seedable": Loop(shuffled(collate_fn=Masking()), ranks=2, until=9, loading=SEEDABLE),

@@ -88,9 +88,7 @@ WORKERS = {"dataloader_num_workers": 2}
 PERSISTENT = {**WORKERS, "dataloader_persistent_workers": True}
 NOT_SEEDABLE = {"accelerator_config": {"use_seedable_sampler": False}}
 RANDOM_WORKERS = "workers are seeded for each batch"
-NEW_WORKERS = "persistent workers are told each epoch's seeds"
 REFUSED = "the stock Trainer fails when it saves"
-OWN_PERMUTATION = "the order of an epoch is drawn apart from the generators of the training"
 
 
 # -- data in order -----------------------------------------------------------------------------------------------------
@@ -192,19 +190,19 @@ def seedable_off_bound() -> Setup:
     return Setup(NOT_SEEDABLE, train=Sequences(TEN))
 
 
-@scenario(unlike_stock=OWN_PERMUTATION)
+@scenario()
 def group_len() -> Setup:
     """Sequences of like lengths share a batch."""
     return Setup({"group_by_length": True}, train=Sequences(LONG, (4, 16)), more={"data_collator": Padding()})
 
 
-@scenario(until=14, unlike_stock=OWN_PERMUTATION)
+@scenario(until=14)
 def group_len_epochs() -> Setup:
     """They do in the second epoch too."""
     return Setup({"group_by_length": True}, train=Sequences(EIGHT, (4, 16)), more={"data_collator": Padding()})
 
 
-@scenario(until=BOUNDARY, unlike_stock=OWN_PERMUTATION)
+@scenario(until=BOUNDARY)
 def group_len_bound() -> Setup:
     """And where the stop is between two epochs."""
     return Setup({"group_by_length": True}, train=Sequences(TEN, (4, 16)), more={"data_collator": Padding()})
@@ -225,13 +223,13 @@ def epochs_w2() -> Setup:
     return Setup(WORKERS, train=Sequences(EIGHT))
 
 
-@scenario(unlike_stock=NEW_WORKERS)
+@scenario()
 def epochs_w2_pers() -> Setup:
     """The same workers in each epoch."""
     return Setup(PERSISTENT, train=Sequences(EIGHT))
 
 
-@scenario(until=BOUNDARY, unlike_stock=NEW_WORKERS)
+@scenario(until=BOUNDARY)
 def bound_w2_pers() -> Setup:
     """The same workers, stopped between two epochs."""
     return Setup(PERSISTENT, train=Sequences(TEN))
@@ -354,7 +352,7 @@ def iter_drawn_multi() -> Setup:
     return Setup(train=DrawnStream(EIGHT))
 
 
-@scenario(unlike_stock=RANDOM_WORKERS)
+@scenario()
 def iter_drawn_w2() -> Setup:
     """Two workers draw, each by itself."""
     return Setup(WORKERS, train=DrawnStream(EIGHT))
@@ -663,7 +661,7 @@ def ddp_noise_w2() -> Setup:
     return Setup(WORKERS, train=NoisySequences(2 * EIGHT))
 
 
-@scenario(ranks=2, unlike_stock=OWN_PERMUTATION)
+@scenario(ranks=2)
 def ddp_group_len() -> Setup:
     """Sequences of like lengths share a batch, on each rank."""
     train = Sequences(2 * EIGHT, (4, 16))

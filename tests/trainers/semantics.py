@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,55 @@ def test_the_best_checkpoint_stays_and_counts(out, limit, kept):
     assert left == ([2] if limit == 1 else kept)  # the Trainer itself removes the last one then
 
 
+def judged(worths: dict[int, float]) -> tuple[dict[str, Any], list[Trainer]]:
+    """Arguments of a Trainer (the first of the list) whose model is worth so much at these steps."""
+    trainers: list[Trainer] = []
+    arguments = {
+        "eval_strategy": "steps", "load_best_model_at_end": True, "metric_for_best_model": "worth",
+        "greater_is_better": True, "save_total_limit": 2, "eval_dataset": Sequences(4, seed=1),
+        "compute_metrics": lambda prediction: {"worth": worths.get(trainers[0].state.global_step, 0.0)},
+    }  # fmt: skip
+    return arguments, trainers
+
+
+def test_the_best_stays_also_where_a_resumed_run_is_preempted_at_once(out):
+    arguments, trainers = judged({2: 9.0})
+    trainers.append(make(out, eval_steps=2, callbacks=[At(7, stop)], **arguments))
+    with pytest.raises(Stopped):
+        trainers[0].train()
+    assert checkpoints(out) == [2, 6]
+    forget_memory()
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        trainers[0] = make(out, eval_steps=2, callbacks=[At(6, lambda control: signal.raise_signal(15))], **arguments)
+        trainers[0].train(resume_from_checkpoint=True)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert trainers[0].state.global_step < STEPS
+    assert checkpoints(out)[0] == 2
+
+
+def test_the_best_is_the_one_that_was_saved(out):
+    arguments, trainers = judged({2: 5.0, 3: 6.0, 5: 7.0})
+    trainers.append(make(out, eval_steps=1, **arguments))
+    trainers[0].train()
+    assert checkpoints(out) == [2, 8]
+
+
+def test_a_better_one_takes_the_place_of_the_best(out):
+    arguments, trainers = judged({2: 5.0, 4: 6.0})
+    trainers.append(make(out, eval_steps=2, **arguments))
+    trainers[0].train()
+    assert checkpoints(out) == [4, 8]
+
+
+def test_what_the_options_keep_stays_beside_the_best(out):
+    arguments, trainers = judged({2: 5.0})
+    trainers.append(make(out, eval_steps=2, options={"keep_every": 4}, **arguments))
+    trainers[0].train()
+    assert checkpoints(out) == [2, 4, 8]
+
+
 def test_a_strategy_of_none_leaves_nothing(out):
     make(out, save_strategy="no").train()
     assert checkpoints(out) == []
@@ -297,6 +347,23 @@ class Counting(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.current[0] = state.global_step
+
+
+def test_callbacks_hear_of_the_last_checkpoint_where_the_last_epoch_is_cut(out):
+    heard: list[Any] = []
+
+    class Cut(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step % 3 == 0
+
+        def on_save(self, args, state, control, **kwargs):
+            heard.append(state.global_step)
+
+        def on_train_end(self, args, state, control, **kwargs):
+            heard.append("end")
+
+    make(out, save_strategy="epoch", max_steps=-1, num_train_epochs=2, callbacks=[Cut()]).train()
+    assert heard == [3, 6, "end"]
 
 
 def test_uploads_see_complete_directories(out):
@@ -569,3 +636,67 @@ def test_a_training_that_is_over_trains_no_more(out, tmp_path):
         assert (begun, trainer.state.global_step) == ([], STEPS)
         assert same(weights(trainer), straight(tmp_path))
         assert checkpoints(out) == [2, 4, 6, 8]
+
+
+class Transposed:
+    """A model one of whose weights lies transposed in memory, so that saving it makes a copy."""
+
+    def __new__(cls):
+        model = gpt2()
+        weight = model.transformer.h[0].mlp.c_fc.weight
+        weight.data = weight.data.t().contiguous().t()
+        return model
+
+
+class Ends(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            raise SystemExit(
+                0
+            )  # a clean end in the middle: the newest snapshot is committed, of a step that was not due
+
+
+def test_weights_of_another_step_are_left_out_rather_than_stored(out, tmp_path):
+    with pytest.raises(SystemExit):
+        make(out, model_init=Transposed, callbacks=[Ends()]).train()
+    assert checkpoints(out) == [2, 4, 5]
+    assert (out / "checkpoint-4" / "model.safetensors").exists()
+    assert not (out / "checkpoint-5" / "model.safetensors").exists()
+    assert whole(out, 5)
+    forget_memory()
+    trainer = make(out, model_init=Transposed)
+    trainer.train(resume_from_checkpoint=True)
+    assert same(weights(trainer), straight(tmp_path, model_init=Transposed))
+    assert same(GPT2LMHeadModel.from_pretrained(out / "checkpoint-8").state_dict(), weights(trainer))
+
+
+def test_weights_that_torch_save_writes(out, tmp_path):
+    """As the Trainer itself does with save_safetensors=False, up to 4.57."""
+
+    class Old(Trainer):
+        def _save(self, output_dir=None, state_dict=None):
+            super()._save(output_dir, state_dict)
+            torch.save(self.model.state_dict(), os.path.join(output_dir, "pytorch_model.bin"))
+
+    with pytest.raises(SystemExit):
+        make(out, Old, callbacks=[Ends()]).train()
+    forget_memory()
+    trainer = make(out, Old, max_steps=5)
+    trainer.train(resume_from_checkpoint=True)
+    for name in ("checkpoint-5", "checkpoint-4"):
+        stored = torch.load(out / name / "pytorch_model.bin", weights_only=True)
+        assert same(stored, GPT2LMHeadModel.from_pretrained(out / name).state_dict()), name
+    assert same(stored, weights(trainer)) is False
+    assert same(torch.load(out / "checkpoint-5" / "pytorch_model.bin", weights_only=True), weights(trainer))
+
+
+def test_a_training_that_was_begun_by_mistake_hides_nothing(out, tmp_path):
+    with pytest.raises(Stopped):
+        make(out, callbacks=[At(5, stop)]).train()
+    with pytest.raises(Stopped):
+        make(out, callbacks=[At(1, stop)]).train()
+    forget_memory()
+    trainer = make(out)
+    trainer.train(resume_from_checkpoint=True)
+    assert same(weights(trainer), straight(tmp_path))
+    assert checkpoints(out) == [2, 4, 6, 8]

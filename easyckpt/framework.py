@@ -1,0 +1,97 @@
+"""A Checkpointer for integrations, whose framework decides when a checkpoint is due and what training goes on from."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from easyckpt import catalog, ending
+from easyckpt.distributed.agree import done_by_rank_0
+from easyckpt.engine import Checkpointer
+from easyckpt.errors import UsageError
+from easyckpt.loading.elsewhere import restore_elsewhere
+from easyckpt.loading.loader import Restored
+from easyckpt.saving.line import Origin
+from easyckpt.saving.policy import Policy
+from easyckpt.saving.reentry import guarded
+from easyckpt.state.rng import RngComponent
+
+
+class FrameworkCheckpointer(Checkpointer):
+    """Made by a Prospect. What it has beside a Checkpointer's methods belongs to the training thread as they do."""
+
+    @property
+    def policy(self) -> Policy:
+        """Which checkpoints stay; may be replaced between two saves."""
+        return self._parts.flusher.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._parts.flusher.policy = policy
+
+    @guarded
+    def flush(self, step: int, *, skip: bool = False) -> Future[int]:
+        """As `save_if_needed`, and flush the snapshot whatever the interval says.
+
+        The Future resolves to the step once it is durable on all ranks. Flushes queue up behind one that still runs;
+        training waits where they hold all slots. With `skip` it never waits, and the Future holds SaveFailed then.
+        """
+        if self._inert():
+            raise UsageError("a forked child cannot save: only the process that made the Checkpointer can")
+        future = self._came_to(step, flush="skip" if skip else "wait")
+        assert future is not None
+        return future
+
+    @guarded
+    def load_found(self, found: Restored, *, explicit: bool) -> Restored:
+        """Restore what a Prospect has found before. `explicit`: the user has named that very step."""
+        return self._load(step=found.step, strict=True, components=None, explicit=explicit)
+
+    @guarded
+    def load_elsewhere(self, path: str) -> Restored:
+        """Restore from the one checkpoint in the directory `path`, of any root: a new line begins at its step here.
+
+        Where it is of this root's run, that line goes on from its own, which need not be the newest.
+        """
+        self._check_open()
+        restored = restore_elsewhere(
+            path,
+            self._parts.capture.components,
+            None,
+            channel=self._channel,
+            ranks=self._ranks,
+            open_checkpoint=self._opened.dialect.open,
+            timeout=self._config.peer_timeout,
+        )
+        self._begin_at(restored.step, self._known_line(restored.timeline))
+        self._generators = RngComponent().value()
+        return restored
+
+    @guarded
+    def begin_at(self, step: int) -> None:
+        """Your objects are at `step` by other means than `load` (0: from nothing): the next save opens a line."""
+        self._begin_at(step)
+
+    def _known_line(self, timeline: str | None) -> str | None:
+        """`timeline`, if the root has such a line."""
+
+        def look() -> list[str]:
+            record = catalog.read_root(self._opened.storage)
+            return [] if record is None else [line.id for line in record.timelines]
+
+        known = done_by_rank_0(self._channel, self._ranks, "the root's lines", look, self._config.peer_timeout)
+        return timeline if timeline in known else None
+
+    def _begin_at(self, step: int, timeline: str | None = None) -> None:
+        self._check_open()
+        self._saver.go_on_from(Origin(step, timeline, explicit=True), adopted=None, committed=-1)
+        self._step = step if step else -1
+
+    @guarded
+    def leave(self) -> None:
+        """End where the newest snapshot is not wanted on storage: flushes that were asked for are waited for."""
+        if not (self._inert() or self._farewell.begun):
+            try:
+                self._saver.wait(self._config.close_timeout)
+            finally:
+                self._farewell.leave()
+                ending.forget(self)
