@@ -63,13 +63,14 @@ class Files:
 
     def __init__(self) -> None:
         self._recipe = recipe.Recipe()
-        self._value: dict[str, Any] = _tensors_of(self._recipe)
+        self._value: dict[str, Any] = _tensors_of(self._recipe, -1)
 
-    def learn(self, trainer: Any) -> None:
-        """Have the Trainer say which they are now. Only ranks that save call it."""
+    def learn(self, trainer: Any, step: int) -> None:
+        """Have the Trainer say which they are now, at `step`; -1: before there is one. Only ranks that save call it."""
         fresh = recipe.learn(trainer, live_tensors(trainer), MODEL, FILES)
         if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
-            self._recipe, self._value = fresh, _tensors_of(fresh)
+            self._recipe, self._value = fresh, _tensors_of(fresh, step)
+        self._value[ASIDE]["step"] = step
 
     def state_dict(self) -> dict[str, Any]:
         """As tensors, which cost a copy at each step and nothing else."""
@@ -79,11 +80,15 @@ class Files:
         """Nothing of it is wanted back: the files are made anew of the live objects."""
 
 
-def _tensors_of(made: recipe.Recipe) -> dict[str, Any]:
+def _tensors_of(made: recipe.Recipe, step: int) -> dict[str, Any]:
+    small = {name: _bytes(content) for name, content in made.small.items()}
     return {
         "recipe": _bytes(made.text()),
-        "small": {name: _bytes(content) for name, content in made.small.items() if name != ARGUMENTS_FILE},
-        ASIDE: {name: _bytes(content) for name, content in made.small.items() if name == ARGUMENTS_FILE},
+        "small": {name: content for name, content in small.items() if name != ARGUMENTS_FILE},
+        ASIDE: {
+            "small": {name: content for name, content in small.items() if name == ARGUMENTS_FILE},
+            "step": step,  # of which alone the copies of weights are that some files hold
+        },
         "tensors": made.copies,
     }
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from easyckpt import exporting_torch
+from easyckpt.errors import SaveFailed
 from easyckpt.format.canonical import loads
 from easyckpt.format.difference import ASIDE
 from easyckpt.format.dtypes import DTYPES, ITEM_BYTES
 from easyckpt.format.image import Layout
 from easyckpt.format.safetensors import make_header
 from easyckpt.integrations.transformers.names import (
+    ARGUMENTS_FILE,
     FILES,
     OPTIMIZER,
     OPTIMIZER_FILE,
@@ -40,6 +43,11 @@ from easyckpt.state.components import Saved, read_saved
 from easyckpt.state.optimizer_dict import optimizer_state_dict
 from easyckpt.state.rng import RNG
 
+_log = logging.getLogger("easyckpt")
+
+#: Endings of files with tensors.
+_TENSOR_FILES = (".bin", ".pt", ".pth", ".safetensors")
+
 
 class Planner:
     """Of one rank. `model_only`: as ``save_only_model`` has it."""
@@ -52,7 +60,7 @@ class Planner:
         values, rank = _Values(view, layout), view.meta.rank
         files: list[PlannedFile] = []
         if rank == 0:
-            files += _model_files(values)
+            files += _model_files(values, model_only=self._model_only)
         if not self._model_only:
             if rank == 0:
                 files += _training_files(values)
@@ -106,15 +114,29 @@ def _in_logical_order(stored: torch.Tensor, order: tuple[int, ...]) -> torch.Ten
     return stored.permute([order.index(dimension) for dimension in range(len(order))])
 
 
-def _model_files(values: _Values) -> list[PlannedFile]:
+def _model_files(values: _Values, *, model_only: bool) -> list[PlannedFile]:
     """Weights by the recipe, and what lies beside them."""
     kept = values.value(FILES)
-    small = {**kept["small"], **kept[ASIDE]}
+    small = {**kept["small"], **kept[ASIDE]["small"]}
+    recipes = json.loads(bytes(kept["recipe"].tolist()).decode() or "[]")
+    step = values.view.meta.step
+    if kept[ASIDE]["step"] != step and (stale := _of_another_step(recipes, small)):
+        # For a signal, or the end of the job: the Trainer did not ask for this step. A torn model would pass for one.
+        why = f"step {step}: there are no copies of the weights that {', '.join(sorted(stale))} would hold"
+        if model_only:
+            raise SaveFailed(why)
+        _log.warning("%s: left out; training can go on from the checkpoint by easyckpt only", why)
+        recipes = [recipe for recipe in recipes if recipe["name"] not in stale]
+        small = {name: content for name, content in small.items() if name not in stale}
     numbers = values.numbers()
-    files = [
-        _weights_file(values, numbers, recipe) for recipe in json.loads(bytes(kept["recipe"].tolist()).decode() or "[]")
-    ]
+    files = [_weights_file(values, numbers, recipe) for recipe in recipes]
     return files + [_small(name, bytes(content.numpy().tobytes())) for name, content in small.items()]
+
+
+def _of_another_step(recipes: list[dict[str, Any]], small: Mapping[str, Any]) -> set[str]:
+    """Files with weights that are no part of the live state: copies, and whatever was written as a whole."""
+    copied = {recipe["name"] for recipe in recipes if any(t[3] == FILES and math.prod(t[2]) for t in recipe["tensors"])}
+    return copied | {name for name in small if name.endswith(_TENSOR_FILES) and name != ARGUMENTS_FILE}
 
 
 def _weights_file(values: _Values, numbers: dict[tuple[Any, ...], int], recipe: dict[str, Any]) -> PlannedFile:

@@ -93,7 +93,7 @@ class TrainingRun:
         trainer.state.global_step = int(trainer.state.global_step)
         self.progress.trainer = trainer
         if trainer.args.should_save:
-            self.files.learn(trainer)
+            self.files.learn(trainer, -1)
         if self._prospect is None:
             self._begin_again()
         assert self._prospect is not None
@@ -219,7 +219,7 @@ class TrainingRun:
         """Whether no epoch follows this one. The last may have had fewer steps than it was thought to have."""
         state = self._trainer.state
         last = self.data.place.epoch + 1 >= state.num_train_epochs
-        return self._trainer.control.should_training_stop or step >= state.max_steps or last
+        return bool(last or step >= state.max_steps or self._trainer.control.should_training_stop)
 
     def _epoch_ends(self) -> bool:
         trainer = self._trainer
@@ -233,7 +233,7 @@ class TrainingRun:
         requested, self._requested = self._requested, False
         if requested and step > self._flushed_at:
             if self._trainer.args.should_save:
-                self.files.learn(self._trainer)
+                self.files.learn(self._trainer, step)
             skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
             control = self._trainer.control
             control.should_save = True  # as it is when the Trainer writes its state
