@@ -14,14 +14,8 @@ from typing import Any
 from accelerate.data_loader import SeedableRandomSampler
 
 from easyckpt.errors import ConfigError, StateMismatch, UsageError
-from easyckpt.integrations.training_data import (
-    OF_ACCELERATE,
-    Place,
-    TrackedLoader,
-    TrainingData,
-    is_tracked,
-    reading_of,
-)
+from easyckpt.integrations.tracked_loader import OF_ACCELERATE, TrackedLoader, is_tracked, reading_of
+from easyckpt.integrations.training_data import Place, TrainingData
 from easyckpt.state.data_position import DataPosition
 from easyckpt.state.generators import host_generators, set_host_generators
 

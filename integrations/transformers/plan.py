@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from easyckpt import exporting_torch
+from easyckpt.errors import SaveFailed
 from easyckpt.format.canonical import loads
 from easyckpt.format.difference import ASIDE
 from easyckpt.format.dtypes import DTYPES, ITEM_BYTES
@@ -42,6 +44,8 @@ from easyckpt.state.components import Saved, read_saved
 from easyckpt.state.optimizer_dict import optimizer_state_dict
 from easyckpt.state.rng import RNG
 
+_log = logging.getLogger("easyckpt")
+
 
 class Planner:
     """Of one rank. `model_only`: as ``save_only_model`` has it."""
@@ -54,7 +58,7 @@ class Planner:
         values, rank = _Values(view, layout), view.meta.rank
         files: list[PlannedFile] = []
         if rank == 0:
-            files += _model_files(values)
+            files += _model_files(values, model_only=self._model_only)
         if not self._model_only:
             if rank == 0:
                 files += _training_files(values)
@@ -108,15 +112,24 @@ def _in_logical_order(stored: torch.Tensor, order: tuple[int, ...]) -> torch.Ten
     return stored.permute([order.index(dimension) for dimension in range(len(order))])
 
 
-def _model_files(values: _Values) -> list[PlannedFile]:
+def _model_files(values: _Values, *, model_only: bool) -> list[PlannedFile]:
     """Weights by the recipe, and what lies beside them."""
     kept = values.value(FILES)
     small = {**kept["small"], **kept["added"]}
     numbers = values.numbers()
     recipes = json.loads(bytes(kept["recipe"].tolist()).decode() or "[]")
-    if kept["learnt_at"] != values.view.meta.step:  # no file at all rather than one with weights of another step
-        recipes = [recipe for recipe in recipes if all(tensor[3] != FILES for tensor in recipe["tensors"])]
-        small = {name: data for name, data in kept["small"].items() if not name.endswith(WEIGHTS)}
+    step = values.view.meta.step
+    if kept["learnt_at"] != step:  # for a signal, or the end of the job: the Trainer has not asked for this one
+        small = kept["small"]
+        dated = {recipe["name"] for recipe in recipes if any(tensor[3] == FILES for tensor in recipe["tensors"])}
+        dated |= {name for name in small if name.endswith(WEIGHTS)}
+        if dated:  # no file at all rather than one with weights of another step
+            why = f"step {step}: there are no copies of the weights that {', '.join(sorted(dated))} would hold"
+            if model_only:
+                raise SaveFailed(why)
+            _log.warning("%s: left out; only easyckpt can go on from this checkpoint", why)
+        recipes = [recipe for recipe in recipes if recipe["name"] not in dated]
+        small = {name: data for name, data in small.items() if name not in dated}
     small |= kept[ASIDE]
     files = [_weights_file(values, numbers, recipe) for recipe in recipes]
     return files + [_small(name, bytes(content.numpy().tobytes())) for name, content in small.items()]

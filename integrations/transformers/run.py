@@ -21,7 +21,7 @@ from easyckpt import ending
 from easyckpt.dialects import of_trainer
 from easyckpt.errors import UsageError
 from easyckpt.framework import FrameworkCheckpointer
-from easyckpt.integrations import training_data
+from easyckpt.integrations import tracked_loader
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import progress as trainer_progress
 from easyckpt.integrations.transformers import scratch, versions
@@ -335,9 +335,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
 def track(run: TrainingRun, loader: Any) -> Any:
     """Have the passes over the training data reported to `run`."""
-    versions.leave_skipping(training_data.skip_batches)
-    tracked = training_data.track(loader, run.data)
-    if not training_data.is_tracked(tracked):
+    versions.leave_skipping(tracked_loader.skip_batches)
+    tracked = tracked_loader.track(loader, run.data)
+    if not tracked_loader.is_tracked(tracked):
         _log.warning(
             "the training data come from a %s, whose position is not known exactly: a resumed run skips batches as the "
             "Trainer itself does",

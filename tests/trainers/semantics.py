@@ -543,6 +543,36 @@ def test_damage_in_any_file_falls_back_or_is_an_error(out, tmp_path, name, how, 
         assert "checkpoint-6" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["another order", "pickles"])
+def test_weights_of_another_step_are_in_no_checkpoint(out, tmp_path, how):
+    """Files with copies of weights are made when the Trainer saves; the end of a job commits other steps too."""
+    if how == "pickles" and "save_safetensors" not in TrainingArguments.__dataclass_fields__:
+        pytest.skip("this version writes no pickles")
+
+    def leave(control):
+        raise SystemExit(0)
+
+    def begun(**arguments):
+        trainer = make(out, save_steps=4, **arguments, **({"save_safetensors": False} if how == "pickles" else {}))
+        if how == "another order":
+            weight = trainer.model.transformer.h[0].mlp.c_fc.weight
+            weight.data = weight.data.t().contiguous().t()
+        return trainer
+
+    with pytest.raises(SystemExit):
+        begun(callbacks=[At(6, leave)]).train()
+    names = {path.name for path in (out / "checkpoint-4").iterdir()}
+    left_out = names - {path.name for path in (out / "checkpoint-6").iterdir()}
+    assert left_out == {"model.safetensors" if how == "another order" else "pytorch_model.bin"}
+    assert whole(out, 6)
+    forget_memory()
+    trainer = begun()
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.log_history[0]["step"] == 1
+    assert len(trainer.state.log_history) == STEPS + 1
+    assert same(weights(trainer), straight(tmp_path))
+
+
 def damage(path: Path, how: str) -> None:
     data = path.read_bytes()
     if how == "missing":
