@@ -12,7 +12,6 @@ from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import recipe, versions
 from easyckpt.integrations.transformers.names import (
-    ARGUMENTS_FILE,
     DATA,
     FILES,
     MODEL,
@@ -91,7 +90,7 @@ class Files:
         What holds weights that are in no component is of the step at which it was learnt, and of no other.
         """
         added = {name: _bytes(content) for name, content in self.added.items()}
-        return {**self._value, "added": added, "learnt_at": self._learnt_at}
+        return {ASIDE: {**self._value, "added": added, "learnt_at": self._learnt_at}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing of it is wanted back: the files are made anew of the live objects."""
@@ -100,8 +99,7 @@ class Files:
 def _tensors_of(made: recipe.Recipe) -> dict[str, Any]:
     return {
         "recipe": _bytes(made.text()),
-        "small": {name: _bytes(content) for name, content in made.small.items() if name != ARGUMENTS_FILE},
-        ASIDE: {name: _bytes(content) for name, content in made.small.items() if name == ARGUMENTS_FILE},
+        "small": {name: _bytes(content) for name, content in made.small.items()},
         "tensors": made.copies,
     }
 

@@ -8,8 +8,6 @@ STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
 SCALER_FILE = "scaler.pt"
-#: The Trainer's arguments as it pickles them. They hold the time of the start (up to 4.x), and nobody reads them back.
-ARGUMENTS_FILE = "training_args.bin"
 
 #: How files end that may hold weights.
 WEIGHTS = (SAFETENSORS, ".bin", *TORCH_FILES)

@@ -114,7 +114,7 @@ def _in_logical_order(stored: torch.Tensor, order: tuple[int, ...]) -> torch.Ten
 
 def _model_files(values: _Values, *, model_only: bool) -> list[PlannedFile]:
     """Weights by the recipe, and what lies beside them."""
-    kept = values.value(FILES)
+    kept = values.value(FILES)[ASIDE]
     small = {**kept["small"], **kept["added"]}
     numbers = values.numbers()
     recipes = json.loads(bytes(kept["recipe"].tolist()).decode() or "[]")
@@ -130,7 +130,6 @@ def _model_files(values: _Values, *, model_only: bool) -> list[PlannedFile]:
             _log.warning("%s: left out; only easyckpt can go on from this checkpoint", why)
         recipes = [recipe for recipe in recipes if recipe["name"] not in dated]
         small = {name: data for name, data in small.items() if name not in dated}
-    small |= kept[ASIDE]
     files = [_weights_file(values, numbers, recipe) for recipe in recipes]
     return files + [_small(name, bytes(content.numpy().tobytes())) for name, content in small.items()]
 
@@ -142,7 +141,7 @@ def _weights_file(values: _Values, numbers: dict[tuple[Any, ...], int], recipe: 
     tensors = sorted(recipe["tensors"], key=lambda tensor: -ITEM_BYTES[tensor[1]])  # so that all are aligned
     file.add(make_header(((key, dtype, tuple(shape)) for key, dtype, shape, *_ in tensors), recipe["metadata"]))
     for _, dtype, shape, component, name, offset in tensors:
-        path = (component, name) if component != FILES else (component, "tensors", name)
+        path = (component, name) if component != FILES else (component, ASIDE, "tensors", name)
         number = numbers[path]
         leaf = values.layout.leaves[number]
         size = math.prod(shape) * ITEM_BYTES[dtype]
@@ -165,7 +164,10 @@ def _archive_of_weights(values: _Values, numbers: dict[tuple[Any, ...], int], re
 
     def pieces(number: int) -> Iterator[memoryview]:
         component, name, offset, _, _ = storages[number]
-        leaf, size = numbers[(component, name) if component != FILES else (component, "tensors", name)], sizes[number]
+        leaf, size = (
+            numbers[(component, name) if component != FILES else (component, ASIDE, "tensors", name)],
+            sizes[number],
+        )
         if size == values.layout.leaves[leaf].nbytes and leaf not in file.places:
             file.places[leaf] = file.nbytes
         yield memoryview(values.bytes(leaf)).cast("B")[offset : offset + size]
