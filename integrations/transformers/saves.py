@@ -10,12 +10,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
 
-from easyckpt.errors import SaveFailed
+from easyckpt.errors import SaveError
 from easyckpt.format.trainer_names import TrainerNaming
+from easyckpt.saving.promises import known_to_all
 
 _log = logging.getLogger("easyckpt")
 
@@ -56,17 +55,19 @@ class Saves:
         state = _frozen(self._trainer.state) if self._has_listeners() else None
         self._pending.append(_Pending(step, future, state))
 
-    def deliver(self, *, wait: bool = False) -> None:
-        """Tell of what is complete. All ranks call it at the end of each step; `wait`: of all, when they are."""
+    def deliver(self, step: int, *, wait: bool = False) -> None:
+        """Tell, at the end of `step`, of what every rank knows to be complete; `wait`: of all, when they are.
+
+        No rank is asked for anything here: each may have listeners, and checkpoints, that others do not have.
+        """
+        alone = self._trainer.args.world_size == 1
         ready = 0
         for save in self._pending:
             if wait:
                 save.future.exception()  # resolved in bounded time
-            if not save.future.done():
+            elif not (save.future.done() if alone else known_to_all(save.future, step)):
                 break
             ready += 1
-        if self._pending and not wait:
-            ready = self._agreed(ready)
         done, self._pending = self._pending[:ready], self._pending[ready:]
         for save in done:
             self._tell(save)
@@ -74,9 +75,12 @@ class Saves:
     def _tell(self, save: _Pending) -> None:
         error = save.future.exception()
         if error is not None:
-            if not isinstance(error, SaveFailed):
+            if not isinstance(error, SaveError):  # those are raised by the engine, as its settings say
                 raise error
             _log.warning("no checkpoint-%d: %s", save.step, error)
+            return
+        if save.future.result() != save.step:
+            _log.warning("no checkpoint-%d: that of step %d took its place", save.step, save.future.result())
             return
         if save.state is None:
             return
@@ -96,14 +100,6 @@ class Saves:
         return bool(self._trainer.args.push_to_hub) or any(
             type(callback).on_save is not TrainerCallback.on_save for callback in callbacks
         )
-
-    def _agreed(self, ready: int) -> int:
-        """How many all ranks know to be complete. Every rank that has pending ones comes here: they are the same."""
-        if self._trainer.args.world_size == 1 or not self._has_listeners():
-            return ready
-        count = torch.tensor([ready], device=self._trainer.args.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MIN)
-        return int(count.item())
 
 
 def _frozen(state: Any) -> Any:
