@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.trainers.launch import REPOSITORY, quiet
+from tests.trainers.launch import REPOSITORY, VERSIONS, quiet, run
 
 #: Damage in each kind of file is the same with both versions: CI looks at it with the newer one.
 DAMAGE = "damage_in_any_file"
@@ -25,3 +27,13 @@ def test_semantics(version, chosen):
         check=False,
     )
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_listener_on_one_rank_alone_holds_up_nobody(version, tmp_path):
+    record = tmp_path / "heard"
+    words = [tmp_path / "out", record]
+    ended = run(version, words, ranks=2, beside=tmp_path / "said", job="tests.trainers.listening")
+    assert ended.codes == [0, 0], ended.said
+    assert json.loads(Path(f"{record}.0").read_text()) == list(range(2, 25, 2))
+    assert json.loads(Path(f"{record}.1").read_text()) == []

@@ -221,7 +221,6 @@ class CoordinatorThread:
                 self._participant.end()
             error = error_of(decision)
             for promise in promises:
-                promise.agreed_at = decision.raise_at
                 promise.set_result(decision.step) if error is None else promise.set_exception(error)
         if board.lease_lost and self._ledger.fatal is not None:
             self._ledger.give_up(self._ledger.fatal)

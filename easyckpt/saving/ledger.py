@@ -110,7 +110,9 @@ class Ledger:
             early = self._take_early(step, forced)
             if early is not None:
                 error = error_of(early)
-                return resolved(early.step) if error is None else failed(error)
+                known = resolved(early.step) if error is None else failed(error)
+                known.known_at = early.raise_at
+                return known
             promise = self._waiting.get(step)
             new = promise is None
             if promise is None:
@@ -187,7 +189,10 @@ class Ledger:
                 decided.append(due)
             elif due > self._asked:
                 self._early[due] = decision
-        return [self._settle(step) for step in decided]
+        promises = [self._settle(step) for step in decided]
+        for promise in promises:
+            promise.known_at = decision.raise_at
+        return promises
 
     def _settle(self, step: int) -> Promise:
         """The due flush of `step` needs no decision any more. Under `lock`."""

@@ -54,8 +54,8 @@ class Promise(Future[int]):
     Its holder cannot cancel it: the flush goes on whatever becomes of who waits for it.
     """
 
-    agreed_at = 0
-    """Once it is done: the first step at which every rank may know that."""
+    known_at = 0
+    """Once it is done: the first step at which every rank knows how it has ended."""
 
     def __init__(self, callbacks: Callbacks) -> None:
         super().__init__()
@@ -71,15 +71,20 @@ class Promise(Future[int]):
             super().add_done_callback(lambda _: self._callbacks.run(fn, self))
 
 
-def resolved(step: int) -> Future[int]:
+def known_to_all(future: Future[int], step: int) -> bool:
+    """Whether every rank that has come to `step` knows how the flush has ended. All ranks get the same answer."""
+    return future.done() and (not isinstance(future, Promise) or step >= future.known_at)
+
+
+def resolved(step: int) -> Promise:
     """The Future of a step that is committed already."""
-    future: Future[int] = Future()
-    future.set_result(step)
-    return future
+    promise = Promise(Callbacks())
+    promise.set_result(step)
+    return promise
 
 
-def failed(error: BaseException) -> Future[int]:
+def failed(error: BaseException) -> Promise:
     """The Future of a flush that has failed already."""
-    future: Future[int] = Future()
-    future.set_exception(error)
-    return future
+    promise = Promise(Callbacks())
+    promise.set_exception(error)
+    return promise

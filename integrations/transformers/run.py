@@ -222,7 +222,7 @@ class TrainingRun:
         if preempted:
             self.request_save()
         self._take(step)
-        self.saves.deliver()
+        self.saves.deliver(step)
         if preempted:
             trainer.control.should_training_stop = True
         if self._in_epoch_end and self._training_ends(step):
@@ -256,7 +256,7 @@ class TrainingRun:
             self.saves.add(step, future)
             self._flushed_at = self._snapshot_at = step
             if waits:
-                self.saves.deliver(wait=True)
+                self.saves.deliver(step, wait=True)
         elif step > self._snapshot_at:
             checkpointer.save_if_needed(step)
             self._snapshot_at = step
@@ -272,7 +272,7 @@ class TrainingRun:
         """Wait until every checkpoint is there, and tell of it."""
         if self._checkpointer is not None:
             self._checkpointer.wait(None)
-            self.saves.deliver(wait=True)
+            self.saves.deliver(self._trainer.state.global_step, wait=True)
 
     # -- the end
 

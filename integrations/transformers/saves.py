@@ -12,8 +12,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from easyckpt.errors import SaveFailed
+from easyckpt.errors import SaveError
 from easyckpt.format.trainer_names import TrainerNaming
+from easyckpt.saving.promises import known_to_all
 
 _log = logging.getLogger("easyckpt")
 
@@ -31,7 +32,6 @@ class Saves:
 
     def __init__(self, trainer: Any, root: str, on_save: Callable[..., Any]) -> None:
         self._trainer, self._root, self._on_save = trainer, root, on_save
-        self._alone = trainer.args.world_size == 1
         self._output_dir = os.path.abspath(trainer.args.output_dir)
         self._pending: list[_Pending] = []
 
@@ -56,15 +56,17 @@ class Saves:
         state = _frozen(self._trainer.state) if self._has_listeners() else None
         self._pending.append(_Pending(step, future, state))
 
-    def deliver(self, *, wait: bool = False) -> None:
-        """Tell of what is complete. All ranks call it at the end of each step; `wait`: of all, when they are."""
+    def deliver(self, step: int, *, wait: bool = False) -> None:
+        """Tell, at the end of `step`, of what every rank knows to be complete; `wait`: of all, when they are.
+
+        No rank is asked for anything here: each may have listeners, and checkpoints, that others do not have.
+        """
+        alone = self._trainer.args.world_size == 1
         ready = 0
         for save in self._pending:
             if wait:
                 save.future.exception()  # resolved in bounded time
-            # Not at once where other ranks may hear of it later: callbacks may wait for each other.
-            agreed = wait or self._alone or self._trainer.state.global_step >= getattr(save.future, "agreed_at", 0)
-            if not save.future.done() or not agreed:
+            elif not (save.future.done() if alone else known_to_all(save.future, step)):
                 break
             ready += 1
         done, self._pending = self._pending[:ready], self._pending[ready:]
@@ -74,9 +76,12 @@ class Saves:
     def _tell(self, save: _Pending) -> None:
         error = save.future.exception()
         if error is not None:
-            if not isinstance(error, SaveFailed):
+            if not isinstance(error, SaveError):  # those are raised by the engine, as its settings say
                 raise error
             _log.warning("no checkpoint-%d: %s", save.step, error)
+            return
+        if save.future.result() != save.step:
+            _log.warning("no checkpoint-%d: that of step %d took its place", save.step, save.future.result())
             return
         if save.state is None:
             return
