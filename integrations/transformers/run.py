@@ -141,6 +141,8 @@ class TrainingRun:
         loss, running = self.progress.restored["loss"], versions.running_loss(self._trainer)
         if running is not None:
             running.copy_(loss)
+            # The Trainer's `train_loss` is the mean over the steps of this call: those before the stop are not of it.
+            self._trainer._total_loss_scalar -= loss.item()
         else:
             self._first_loss = loss
 
