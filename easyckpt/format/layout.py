@@ -24,6 +24,8 @@ AUDIT = "audit"
 #: The files and directories in a root that are no checkpoints.
 RECORDS = frozenset({ROOT_FILE, LATEST, LEASE, PINS, EVENTS, METRICS, AUDIT})
 _PROBE = ".easyckpt-doctor-"
+#: The line of training of checkpoints that another program wrote, and of which only the bytes are vouched for.
+FOREIGN_LINE = "stock"
 
 #: Steps have up to 18 digits, so that every one fits in 63 bits.
 MAX_STEP = 10**18 - 1

@@ -59,7 +59,6 @@ def commit(
         storage.sync_dir("")  # an earlier attempt was renamed, and may not have come to this
         storage.remove_tree(temporary)
         return size
-    _make_way(context, final, manifest)
     with storage.create(f"{temporary}/{layout.MANIFEST}") as file:
         file.write_at(memoryview(manifest.to_bytes(parts)), 0)
         file.sync()
@@ -67,6 +66,7 @@ def commit(
     storage.sync_dir(temporary)
     failpoints.hit(RENAME_BEFORE)
     context.check_lease()
+    _make_way(context, final, manifest)  # not before: what has the name may be the only whole checkpoint there is
     _make_real(storage, temporary, final, flush)
     _point_to(context, final)
     return size

@@ -134,7 +134,7 @@ def _set_aside(context: CommitContext, record: RootRecord, fork: int) -> int:
     for entry in catalog.scan(storage, naming).entries:
         if entry.kind not in ("committed", "foreign"):
             continue
-        timeline = entry.manifest.timeline if entry.manifest is not None else None
+        timeline = entry.manifest.timeline if entry.manifest is not None and entry.kind == "committed" else None
         if entry.step <= fork and (timeline is None or record.on_ancestry(timeline, entry.step)):
             if entry.problem is None:
                 kept.append(entry.step)

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from easyckpt import catalog
-from easyckpt.catalog import Entry
+from easyckpt.errors import DamagedCheckpoint, EasyckptError
 from easyckpt.format import layout
 from easyckpt.format.checksum import ChunkHasher, file_digest
 from easyckpt.format.manifest import FileRecord, Manifest
@@ -26,7 +26,6 @@ from easyckpt.verification import verify
 _log = logging.getLogger("easyckpt")
 _NAMING = TrainerNaming()
 _PIECE = 8 << 20
-_LINE = "stock"
 
 
 def why(trainer: Any, trial: Any) -> str | None:
@@ -85,7 +84,7 @@ def commit(storage: LocalStorage, step: int, *, world_size: int) -> None:
     name = _NAMING.committed(step)
     manifest = Manifest(
         run=secrets.token_hex(16),
-        timeline=_LINE,
+        timeline=layout.FOREIGN_LINE,
         step=step,
         world_size=world_size,
         attempt=f"{secrets.token_hex(4)}-000001",
@@ -103,7 +102,8 @@ def rotate(storage: LocalStorage, limit: int | None, best: str | None) -> None:
     if not limit or limit < 1:
         return
     kept = os.path.basename(best or "")
-    found = sorted(catalog.scan(storage, _NAMING).committed(), key=lambda entry: (entry.name == kept, entry.step))
+    found = [entry for entry in catalog.scan(storage, _NAMING).of_kind("foreign") if entry.valid]
+    found.sort(key=lambda entry: (entry.name == kept, entry.step))
     newest = max((entry.step for entry in found), default=-1)
     for entry in found[: max(0, len(found) - limit)]:
         if entry.step != newest and entry.name != kept:
@@ -114,19 +114,25 @@ def rotate(storage: LocalStorage, limit: int | None, best: str | None) -> None:
 
 
 def newest_whole(output_dir: str) -> str | None:
-    """The newest checkpoint whose bytes are as committed; where none has a manifest, the newest as it is."""
+    """The newest checkpoint whose bytes are as committed; where none has a manifest, the newest as it is.
+
+    Raises DamagedCheckpoint where there are committed ones, and none is whole.
+    """
     storage = LocalStorage(output_dir)
-    found = catalog.scan(storage, _NAMING)
-    for entry in reversed(found.of_kind("committed")):
-        problems = [problem.message for problem in verify(storage, entry)] if entry.valid else [str(entry.problem)]
-        if not problems:
+    found = catalog.scan(storage, _NAMING).of_kind("foreign")
+    committed = [entry for entry in found if entry.manifest is not None]
+    damaged = []
+    for entry in reversed(committed or found):
+        problems = [str(entry.problem)] if entry.problem else [problem.message for problem in verify(storage, entry)]
+        if not problems or not committed:
+            if not committed:
+                _log.warning("%s has no manifest: nothing tells whether it is whole", entry.name)
             return os.path.join(storage.root, entry.name)
         _log.warning("%s cannot be resumed from and is passed over: %s", entry.name, problems[0])
-    foreign: list[Entry] = found.of_kind("foreign")
-    if found.of_kind("committed") or not foreign:
-        return None
-    _log.warning("%s has no manifest: nothing tells whether it is whole", foreign[-1].name)
-    return os.path.join(storage.root, foreign[-1].name)
+        damaged.append(f"{entry.name}: {problems[0]}")
+    if damaged:
+        raise DamagedCheckpoint(f"{storage.root}: no checkpoint is whole: {'; '.join(damaged)}")
+    return None
 
 
 def _files(storage: LocalStorage, name: str) -> list[str]:
@@ -154,9 +160,16 @@ def _meet() -> None:
 
 
 def _agreed(work: Any) -> Any:
-    """What rank 0 finds."""
+    """What rank 0 finds; its error is raised on all."""
     if not (dist.is_available() and dist.is_initialized()):
         return work()
-    answer = [work() if dist.get_rank() == 0 else None]
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [work(), None]
+        except (EasyckptError, OSError) as error:
+            answer = [None, str(error)]
     dist.broadcast_object_list(answer, 0)
+    if answer[1] is not None:
+        raise DamagedCheckpoint(answer[1])
     return answer[0]
