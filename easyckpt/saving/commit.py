@@ -59,13 +59,13 @@ def commit(
         storage.sync_dir("")  # an earlier attempt was renamed, and may not have come to this
         storage.remove_tree(temporary)
         return size
-    _make_way(context, final, manifest)
     with storage.create(f"{temporary}/{layout.MANIFEST}") as file:
         file.write_at(memoryview(manifest.to_bytes(parts)), 0)
         file.sync()
     failpoints.hit(MANIFEST_WRITTEN)
     storage.sync_dir(temporary)
     failpoints.hit(RENAME_BEFORE)
+    _make_way(context, final, manifest)  # now: a job that dies behind this has its attempt rolled forward
     context.check_lease()
     _make_real(storage, temporary, final, flush)
     _point_to(context, final)

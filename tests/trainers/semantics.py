@@ -469,6 +469,25 @@ def test_a_number_that_is_needed_again_is_moved_aside(out):
     assert [(out / name / "model.safetensors").read_bytes() for name in aside] == [first]
 
 
+def test_what_is_in_the_way_stays_until_the_new_one_is_whole(out):
+    make(out, max_steps=4, save_steps=4).train()
+    failpoints.arm("commit.rename.before=error:EIO")
+    with pytest.raises(SaveFailed):
+        make(out, max_steps=4, save_steps=4, seed=7).train()
+    assert checkpoints(out) == [4]
+
+
+def test_a_whole_attempt_takes_no_place_of_the_trainers_own(out):
+    make(out, max_steps=4, save_steps=4).train()
+    attempt = json.loads((out / "checkpoint-4" / "manifest.json").read_text())["attempt"]
+    shutil.copytree(out / "checkpoint-4", out / TrainerNaming().temporary(4, attempt))  # killed before its rename
+    (out / "checkpoint-4" / "manifest.json").unlink()  # and the number was taken by the unwrapped Trainer then
+    (out / "checkpoint-4" / "mine.txt").write_text("mine")
+    make(out, save_steps=4).train(resume_from_checkpoint=True)
+    assert whole(out, 4)
+    assert len(list(out.glob("_easyckpt-stale-checkpoint-4*/mine.txt"))) == 1
+
+
 def test_a_directory_of_the_users_in_the_way(out):
     def make_one(control):
         (out / "checkpoint-6").mkdir()
