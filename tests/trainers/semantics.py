@@ -459,6 +459,21 @@ def test_a_new_line_without_ancestors(out):
     assert begun == [3]
 
 
+@pytest.mark.parametrize(("every", "how", "begins"), [(8, "True", 4), (8, "path", 4), (3, "True", 3), (3, "path", 4)])
+def test_a_new_line_hides_older_ones_once_it_has_something(out, every, how, begins):
+    make(out, max_steps=4).train()
+    with pytest.raises(Stopped):
+        make(out, seed=7, save_steps=every, callbacks=[At(4 if every == 3 else 1, stop)]).train()
+    forget_memory()
+    begun: list[int] = []
+    trainer = make(out)
+    for step in range(STEPS):
+        trainer.add_callback(At(step, lambda control: begun.append(trainer.state.global_step)))
+    trainer.train(resume_from_checkpoint=True if how == "True" else str(out / "checkpoint-4"))
+    assert begun[0] == begins
+    assert trainer.state.global_step == STEPS
+
+
 def test_a_number_that_is_needed_again_is_moved_aside(out):
     make(out, max_steps=4).train()
     first = (out / "checkpoint-4" / "model.safetensors").read_bytes()
