@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -12,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from easyckpt import catalog
+from easyckpt.catalog import Catalog
 from easyckpt.distributed.agree import done_by_rank_0
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel
 from easyckpt.errors import NoCheckpoint, StorageError
 from easyckpt.events import Event, Warned
 from easyckpt.format.layout import NamingScheme
+from easyckpt.format.manifest import RootRecord
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.progress import newest_step_logged, steps_lost
 from easyckpt.loading.reader import OpenCheckpoint, Submit
@@ -157,8 +160,8 @@ class Loader:
         return _Listing(found, list(answer["committed"]), list(answer["seen"]))
 
     def _list(self, memory: Sequence[SlotMeta], somewhere: Collection[int], step: int | None) -> dict[str, Any]:
-        record = catalog.read_root(self._storage)
         found = catalog.scan(self._storage, self._naming)
+        record = self._with_something(catalog.read_root(self._storage), found, memory, step)
         listed = candidates(found, record, memory, run=self._run, arena_id=self._arena_id, step=step)
         every = candidates(found, record, (), run=self._run, arena_id=self._arena_id)
         names = {entry.name for entry in found.committed()}
@@ -169,6 +172,19 @@ class Loader:
         elif record is None or not record.timelines:
             seen.append(0)  # nothing was ever saved here
         return {"candidates": [candidate.to_json() for candidate in listed], "committed": committed, "seen": seen}
+
+    def _with_something(
+        self, record: RootRecord | None, found: Catalog, memory: Sequence[SlotMeta], step: int | None
+    ) -> RootRecord | None:
+        """`record` up to the newest line that has something to go on from.
+
+        Where a line from nothing leaves older ones beside it, it hides them only once it has something itself.
+        """
+        while self._naming.shared and record is not None and len(record.timelines) > 1:
+            if candidates(found, record, memory, run=self._run, arena_id=self._arena_id, step=step):
+                break
+            record = dataclasses.replace(record, timelines=record.timelines[:-1])
+        return record
 
     def _open(self, candidate: Candidate) -> Snapshot:
         rank, world_size = self._ranks.rank, self._ranks.world_size

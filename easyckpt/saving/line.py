@@ -200,8 +200,11 @@ def _roll_forward(context: CommitContext, entry: Entry) -> None:
     manifest = f"{entry.name}/{layout.MANIFEST}"
     storage.replace(manifest, storage.read(manifest))
     if storage.exists(final):
+        foreign = catalog.inspect(storage, final, context.naming).kind == "foreign"  # not ours to delete
+        nonce = secrets.token_hex(4)
+        away = context.naming.stale(entry.step, f"foreign-{nonce}") if foreign else context.naming.trash(final, nonce)
         context.check_lease()
-        storage.rename(final, context.naming.trash(final, secrets.token_hex(4)))
+        storage.rename(final, away)
     context.check_lease()
     storage.rename(entry.name, final)
     logger.warning("%s was complete but for its rename: it is %s now", entry.name, final)

@@ -76,8 +76,8 @@ def _told(prospect: Prospect, path: str) -> dict[str, Any]:
     step = _NAMING.parse_committed(name)
     has_manifest = os.path.lexists(os.path.join(path, layout.MANIFEST))
     if parent == os.path.realpath(prospect.root) and step is not None:
-        found = catalog.scan(prospect.storage, _NAMING)
-        steps = [entry.step for entry in found.entries if entry.valid or entry.kind == "foreign"]
+        found, record = catalog.scan(prospect.storage, _NAMING), catalog.read_root(prospect.storage)
+        steps = [entry.step for entry in found.entries if entry.kind == "foreign" or _on_line(record, entry)]
         if step == max(steps, default=None):
             return {"kind": "newest"}
         if has_manifest:
@@ -88,6 +88,14 @@ def _told(prospect: Prospect, path: str) -> dict[str, Any]:
     if reason is not None:
         raise DamagedCheckpoint(f"{path} cannot be resumed from: {reason}")
     return {"kind": "foreign", "step": stock.step_of(path)}
+
+
+def _on_line(record: RootRecord | None, entry: Entry) -> bool:
+    """Whether `entry` is whole and lies in the past of the line that is open."""
+    if not entry.valid or entry.kind != "committed" or entry.manifest is None:
+        return False
+    manifest = entry.manifest
+    return record is None or not record.timelines or record.is_past(manifest.run, manifest.timeline, entry.step)
 
 
 def _newest(prospect: Prospect, state: Mapping[str, Any]) -> Origin:

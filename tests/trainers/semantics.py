@@ -459,6 +459,21 @@ def test_a_new_line_without_ancestors(out):
     assert begun == [3]
 
 
+@pytest.mark.parametrize(("every", "how", "begins"), [(8, "True", 4), (8, "path", 4), (3, "True", 3), (3, "path", 4)])
+def test_a_new_line_hides_older_ones_once_it_has_something(out, every, how, begins):
+    make(out, max_steps=4).train()
+    with pytest.raises(Stopped):
+        make(out, seed=7, save_steps=every, callbacks=[At(4 if every == 3 else 1, stop)]).train()
+    forget_memory()
+    begun: list[int] = []
+    trainer = make(out)
+    for step in range(STEPS):
+        trainer.add_callback(At(step, lambda control: begun.append(trainer.state.global_step)))
+    trainer.train(resume_from_checkpoint=True if how == "True" else str(out / "checkpoint-4"))
+    assert begun[0] == begins
+    assert trainer.state.global_step == STEPS
+
+
 def test_a_number_that_is_needed_again_is_moved_aside(out):
     make(out, max_steps=4).train()
     first = (out / "checkpoint-4" / "model.safetensors").read_bytes()
@@ -467,6 +482,25 @@ def test_a_number_that_is_needed_again_is_moved_aside(out):
     assert (out / "checkpoint-4" / "model.safetensors").read_bytes() != first
     aside = [name for name in os.listdir(out) if (TrainerNaming().parse_stale(name) or (0,))[0] == 4]
     assert [(out / name / "model.safetensors").read_bytes() for name in aside] == [first]
+
+
+def test_what_is_in_the_way_stays_until_the_new_one_is_whole(out):
+    make(out, max_steps=4, save_steps=4).train()
+    failpoints.arm("commit.rename.before=error:EIO")
+    with pytest.raises(SaveFailed):
+        make(out, max_steps=4, save_steps=4, seed=7).train()
+    assert checkpoints(out) == [4]
+
+
+def test_a_whole_attempt_takes_no_place_of_the_trainers_own(out):
+    make(out, max_steps=4, save_steps=4).train()
+    attempt = json.loads((out / "checkpoint-4" / "manifest.json").read_text())["attempt"]
+    shutil.copytree(out / "checkpoint-4", out / TrainerNaming().temporary(4, attempt))  # killed before its rename
+    (out / "checkpoint-4" / "manifest.json").unlink()  # and the number was taken by the unwrapped Trainer then
+    (out / "checkpoint-4" / "mine.txt").write_text("mine")
+    make(out, save_steps=4).train(resume_from_checkpoint=True)
+    assert whole(out, 4)
+    assert len(list(out.glob("_easyckpt-stale-checkpoint-4*/mine.txt"))) == 1
 
 
 def test_a_directory_of_the_users_in_the_way(out):
