@@ -65,9 +65,8 @@ def commit(
     failpoints.hit(MANIFEST_WRITTEN)
     storage.sync_dir(temporary)
     failpoints.hit(RENAME_BEFORE)
-    _make_way(context, final, manifest)  # now: a job that dies behind this has its attempt rolled forward
-    context.check_lease()
     _make_way(context, final, manifest)  # not before: what has the name may be the only whole checkpoint there is
+    context.check_lease()
     _make_real(storage, temporary, final, flush)
     _point_to(context, final)
     return size
