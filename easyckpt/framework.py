@@ -28,6 +28,21 @@ class FrameworkCheckpointer(Checkpointer):
     def policy(self, policy: Policy) -> None:
         self._parts.flusher.policy = policy
 
+    @property
+    def untold(self) -> frozenset[int]:
+        """Steps that somebody is still to be told of: whatever the policy says, they stay until then."""
+        return self._parts.flusher.untold
+
+    @untold.setter
+    def untold(self, steps: frozenset[int]) -> None:
+        self._parts.flusher.untold = steps
+
+    @guarded
+    def rotate(self) -> None:
+        """Let go now of what the policy does not keep, once it may: else that goes with the next commit."""
+        if self._ranks.rank == 0 and not self._inert():
+            self._parts.flusher.retain(()).result()
+
     @guarded
     def flush(self, step: int, *, skip: bool = False) -> Future[int]:
         """As `save_if_needed`, and flush the snapshot whatever the interval says.

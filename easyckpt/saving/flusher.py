@@ -58,6 +58,8 @@ class Flusher:
         self._ranks = ranks
         self._run = run
         self.policy = policy
+        self.untold: frozenset[int] = frozenset()
+        """Steps that somebody is still to be told of: they stay until then."""
         """Which checkpoints stay. May be replaced between two commits, from any thread."""
         self._warned = False
         self._emit = emit
@@ -155,7 +157,7 @@ class Flusher:
                     naming,
                     found,
                     policy=self.policy,
-                    held=held,
+                    held={*held, *self.untold},
                     check_lease=self._context.check_lease,
                 )
             except LeaseLost as error:

@@ -100,7 +100,7 @@ class TrainingRun:
         state = state_of(trainer, self.progress, self.data, self.files)
         checkpointer = self._checkpointer = prospect.checkpointer(state)
         handler = trainer.callback_handler
-        self.saves = Saves(trainer, prospect.root, handler.on_save)
+        self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save)
         handler.on_save = _heard_later
         self._keep_best()
         self.data.on_batch = checkpointer._position.on_batch
@@ -275,6 +275,7 @@ class TrainingRun:
         if self._checkpointer is not None:
             self._checkpointer.wait(None)
             self.saves.deliver(self._trainer.state.global_step, wait=True)
+            self._checkpointer.rotate()
 
     # -- the end
 
@@ -333,6 +334,13 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
             self._trainer._easyckpt.run.end_epoch()
+
+
+def listen(trainer: Any) -> None:
+    """Have `trainer` tell its runs of its events, before anybody else, whatever became of its callbacks meanwhile."""
+    callbacks = trainer.callback_handler.callbacks
+    if not any(isinstance(callback, RunCallback) for callback in callbacks):
+        callbacks.insert(0, RunCallback(trainer))
 
 
 def track(run: TrainingRun, loader: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from easyckpt.errors import SaveError
 from easyckpt.format.trainer_names import TrainerNaming
+from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.saving.promises import known_to_all
 
 _log = logging.getLogger("easyckpt")
@@ -30,8 +31,10 @@ class _Pending:
 class Saves:
     """Of one run. Callbacks hear of a checkpoint when it is complete: on all ranks at the end of the same step."""
 
-    def __init__(self, trainer: Any, root: str, on_save: Callable[..., Any]) -> None:
-        self._trainer, self._root, self._on_save = trainer, root, on_save
+    def __init__(
+        self, trainer: Any, checkpointer: FrameworkCheckpointer, root: str, on_save: Callable[..., Any]
+    ) -> None:
+        self._trainer, self._checkpointer, self._root, self._on_save = trainer, checkpointer, root, on_save
         self._output_dir = os.path.abspath(trainer.args.output_dir)
         self._pending: list[_Pending] = []
 
@@ -55,6 +58,7 @@ class Saves:
         """A checkpoint is on its way."""
         state = _frozen(self._trainer.state) if self._has_listeners() else None
         self._pending.append(_Pending(step, future, state))
+        self._hold()
 
     def deliver(self, step: int, *, wait: bool = False) -> None:
         """Tell, at the end of `step`, of what every rank knows to be complete; `wait`: of all, when they are.
@@ -70,8 +74,17 @@ class Saves:
                 break
             ready += 1
         done, self._pending = self._pending[:ready], self._pending[ready:]
-        for save in done:
-            self._tell(save)
+        while done:
+            try:
+                self._tell(done[0])
+            finally:
+                del done[0]
+                self._hold(done)
+
+    def _hold(self, telling: Sequence[_Pending] = ()) -> None:
+        """Nothing is rotated away before those were told of it who want to see it."""
+        waiting = [*telling, *self._pending]
+        self._checkpointer.untold = frozenset(save.step for save in waiting if save.state is not None)
 
     def _tell(self, save: _Pending) -> None:
         error = save.future.exception()

@@ -10,7 +10,7 @@ from transformers import Trainer
 from easyckpt.errors import ConfigError
 from easyckpt.integrations.transformers import synchronous, versions
 from easyckpt.integrations.transformers.options import Options
-from easyckpt.integrations.transformers.run import RunCallback, TrainingRun, track
+from easyckpt.integrations.transformers.run import TrainingRun, listen, track
 from easyckpt.integrations.transformers.synchronous import SynchronousRun
 
 T = TypeVar("T", bound=Trainer)
@@ -40,6 +40,7 @@ class Outside:
                 return super().train(self._easyckpt.synchronous.path, *args, **kwargs)  # type: ignore[misc]
             finally:
                 self._easyckpt.synchronous = None
+        listen(self)
         with TrainingRun(self, self._easyckpt.options, resume_from_checkpoint) as run:
             self._easyckpt.run = run
             try:
@@ -147,5 +148,5 @@ def TrainerWrapper(trainer: T, **options: Any) -> T:  # noqa: N802 - it is used 
     made.__module__, made.__qualname__, made.__doc__ = kind.__module__, kind.__qualname__, kind.__doc__
     trainer.__class__ = made
     trainer._easyckpt = Wrapping(checked)
-    trainer.callback_handler.callbacks.insert(0, RunCallback(trainer))
+    listen(trainer)
     return trainer

@@ -366,6 +366,24 @@ def test_callbacks_hear_of_the_last_checkpoint_where_the_last_epoch_is_cut(out):
     assert heard == [3, 6, "end"]
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_what_callbacks_are_still_to_hear_of_is_not_rotated(out, limit):
+    listener = Listener()
+    make(out, callbacks=[listener], save_total_limit=limit).train()
+    assert [(step, good) for step, _, good in listener.heard] == [(2, True), (4, True), (6, True), (8, True)]
+    assert checkpoints(out) == [2, 4, 6, 8][-limit:]
+
+
+def test_callbacks_that_were_replaced(out, tmp_path):
+    trainer = make(out)
+    trainer.callback_handler.callbacks = [
+        callback for callback in trainer.callback_handler.callbacks if type(callback).__name__ != "RunCallback"
+    ]
+    trainer.train()
+    assert checkpoints(out) == [2, 4, 6, 8]
+    assert same(weights(trainer), straight(tmp_path))
+
+
 def test_uploads_see_complete_directories(out):
     pushed: list[tuple[int, int, bool]] = []
 
