@@ -112,9 +112,9 @@ class Prospect:
         made._build_on(self._ground, lambda ground: None, state)
         return made
 
-    def close(self) -> None:
-        """Let go of the root without having saved anything."""
-        self._ground.__exit__(None, None, None)
+    def close(self, error: BaseException | None = None) -> None:
+        """Let go of the root without having saved anything; other ranks, which may wait, are told of an `error`."""
+        self._ground.__exit__(None if error is None else type(error), error, None)
 
     def __enter__(self) -> Self:
         return self

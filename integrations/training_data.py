@@ -109,6 +109,8 @@ class TrainingData:
     def state_dict(self) -> dict[str, Any]:
         """The position at the end of a step: what was read ahead is not consumed."""
         place = self.place
+        if self.resumed is not None:  # nothing was read since the load
+            return {name: getattr(place, name) for name in Place.__slots__}
         place.finished = self.at_end
         place.consumed = self._fetched if place.finished or not self.reading.group else self._ahead_from
         for part, generator in self._generators.items():

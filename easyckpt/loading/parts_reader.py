@@ -49,7 +49,9 @@ def open_parts(
         raise DamagedCheckpoint(f"{where} was replaced while it was being restored: try again")
     check_world_size(where, manifest.world_size, world_size)
     if not manifest.parts:
-        raise DamagedCheckpoint(f"{where} holds a model only (save_only_model): training cannot go on from it")
+        raise DamagedCheckpoint(
+            f"{where} holds a model only (save_only_model): training cannot go on from it; it is for inference"
+        )
     if len(manifest.parts) != manifest.world_size:
         raise DamagedCheckpoint(f"{where}: its manifest does not hold a part for each of {manifest.world_size} ranks")
     part = read_part(manifest.parts, rank, manifest.files)

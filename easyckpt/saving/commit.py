@@ -59,8 +59,11 @@ def commit(
         storage.sync_dir("")  # an earlier attempt was renamed, and may not have come to this
         storage.remove_tree(temporary)
         return size
+    text = manifest.to_bytes(parts)
+    if len(text) > catalog.MAX_RECORD_BYTES:
+        raise SaveFailed(f"step {flush.step}: its manifest would have {len(text)} bytes, more than any reader takes")
     with storage.create(f"{temporary}/{layout.MANIFEST}") as file:
-        file.write_at(memoryview(manifest.to_bytes(parts)), 0)
+        file.write_at(memoryview(text), 0)
         file.sync()
     failpoints.hit(MANIFEST_WRITTEN)
     storage.sync_dir(temporary)

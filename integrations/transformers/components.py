@@ -23,6 +23,9 @@ from easyckpt.integrations.transformers.names import (
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.state.modules import unwrap
 
+#: Buffers that training changes in modules whose parameters are frozen.
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
 
 class Adapters:
     """The trained part of a model with adapters: the frozen rest is loaded by the program, as without easyckpt."""
@@ -31,14 +34,14 @@ class Adapters:
         self._model = model
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters that are trained, and buffers of modules that hold some."""
+        """Parameters that are trained, buffers of modules that hold some, and running statistics, frozen or not."""
         model = unwrap(self._model)
         found: dict[str, torch.Tensor] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
         holders = {name.rpartition(".")[0] for name in found}
         for name, buffer in model.named_buffers():
-            if name.rpartition(".")[0] in holders:
+            if name.rpartition(".")[0] in holders or name.rpartition(".")[2] in _RUNNING:
                 found[name] = buffer
         return found
 

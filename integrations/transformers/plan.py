@@ -48,10 +48,10 @@ _log = logging.getLogger("easyckpt")
 
 
 class Planner:
-    """Of one rank. `model_only`: as ``save_only_model`` has it."""
+    """Of one rank. `model_only`: as ``save_only_model`` has it; `device`: the rank's GPU."""
 
-    def __init__(self, *, world_size: int, model_only: bool) -> None:
-        self._world_size, self._model_only = world_size, model_only
+    def __init__(self, *, world_size: int, model_only: bool, device: int = 0) -> None:
+        self._world_size, self._model_only, self._device = world_size, model_only, device
 
     def __call__(self, view: SnapshotBytes, layout: Layout) -> PlannedFiles:
         """The files of this snapshot: see `easyckpt.saving.parts_writer.Plan`."""
@@ -62,7 +62,9 @@ class Planner:
         if not self._model_only:
             if rank == 0:
                 files += _training_files(values)
-            files.append(_small(rng_file(rank, self._world_size), _archived(_rng(values, self._world_size))))
+            files.append(
+                _small(rng_file(rank, self._world_size), _archived(_rng(values, self._world_size, self._device)))
+            )
         if rank == 0:
             files.append(_small(STATE_FILE, state_json(values.value(PROGRESS))))
         return PlannedFiles(files, whole=not self._model_only)
@@ -252,7 +254,7 @@ def _scaler(value: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rng(values: _Values, world_size: int) -> dict[str, Any]:
+def _rng(values: _Values, world_size: int, device: int) -> dict[str, Any]:
     """As the Trainer keeps the generators of one process."""
     states = values.value(RNG)
     python, numpy = states["python"], states.get("numpy")
@@ -264,5 +266,5 @@ def _rng(values: _Values, world_size: int) -> dict[str, Any]:
         )  # fmt: skip
     kept["cpu"] = states["torch"]
     if "cuda" in states:
-        kept["cuda"] = states["cuda"] if world_size > 1 else states["cuda"][torch.cuda.current_device()]
+        kept["cuda"] = states["cuda"] if world_size > 1 else states["cuda"][device]
     return kept

@@ -45,14 +45,14 @@ class TrainingRun:
         args = trainer.args
         self.progress, self.files = Progress(), Files()
         self.data = TrainingData(rank=args.process_index)
-        planner = Planner(world_size=args.world_size, model_only=args.save_only_model)
+        planner = Planner(world_size=args.world_size, model_only=args.save_only_model, device=args.device.index or 0)
         limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
         self._limit = limit
         self._dialect = of_trainer(planner)
         self._prospect: Prospect | None = self._opened()
         self._checkpointer: FrameworkCheckpointer | None = None
         self._private: str | None = None
-        self._in_epoch_end = self._requested = False
+        self._in_epoch_end = self._requested = self._rescaled = False
         self._snapshot_at = self._flushed_at = self._counted_at = -1
         self._best: list[int] = []
         self._first_loss: torch.Tensor | None = None
@@ -93,12 +93,11 @@ class TrainingRun:
         trainer.state.global_step = int(trainer.state.global_step)
         self.progress.trainer = trainer
         self.files.learn(trainer)
-        if self._prospect is None:
-            self._begin_again()
         assert self._prospect is not None
-        prospect, self._prospect = self._prospect, None
+        prospect = self._prospect
         state = state_of(trainer, self.progress, self.data, self.files)
         checkpointer = self._checkpointer = prospect.checkpointer(state)
+        self._prospect = None
         handler = trainer.callback_handler
         self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save)
         handler.on_save = _heard_later
@@ -116,13 +115,31 @@ class TrainingRun:
         trainer_progress.put_back(trainer, self.progress)
         self._put_back_loss()
         self.data.restore = checkpointer._restore_generators
-        if trainer.args.ignore_data_skip:
+        if trainer.args.ignore_data_skip or self._rescaled:
             self.data.resumed = None
         self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
+        self._make_what_was_lost()
 
-    def _begin_again(self) -> None:
-        """The Trainer has begun its loop anew, with smaller batches: what was trained so far counts for nothing."""
-        assert self._checkpointer is not None
+    def _make_what_was_lost(self) -> None:
+        """A checkpoint that was asked for at the step of the snapshot, and that a kill has prevented."""
+        found, step = self.origin.found, self.origin.step
+        assert self.progress.restored is not None
+        control = self.progress.restored["state"]["stateful_callbacks"].get("TrainerControl", {})
+        asked = control.get("args", {}).get("should_save", False)
+        if found is not None and found.tier == "memory" and asked and not self.saves.known(step):
+            assert self._checkpointer is not None
+            self.saves.add(step, self._checkpointer.save(step))
+
+    def same_batches(self, size: Any) -> bool:
+        """Whether batches are of the `size` that they had. If not, the Trainer's own reckoning says where to go on."""
+        self._rescaled = size is not None and size != self._trainer._train_batch_size
+        return not self._rescaled
+
+    def begin_loop(self) -> None:
+        """The Trainer begins its loop; once more with smaller batches: what was trained so far counts for nothing."""
+        if self._checkpointer is None:
+            return
+        self.progress.trainer = None
         vars(self._trainer.callback_handler).pop("on_save", None)
         checkpointer, self._checkpointer = self._checkpointer, None
         checkpointer.leave()
@@ -286,7 +303,7 @@ class TrainingRun:
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._tidy)
             if self._prospect is not None:
-                last_first.callback(self._prospect.close)
+                last_first.callback(self._prospect.close, error)
             if self._checkpointer is not None:
                 last_first.callback(self._end_of(self._checkpointer, error))
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from transformers import Trainer
 
 from easyckpt.errors import ConfigError
-from easyckpt.integrations.transformers import synchronous, versions
+from easyckpt.integrations.transformers import foreign, synchronous, versions
 from easyckpt.integrations.transformers.options import Options
 from easyckpt.integrations.transformers.run import TrainingRun, listen, track
 from easyckpt.integrations.transformers.synchronous import SynchronousRun
 
 T = TypeVar("T", bound=Trainer)
+_log = logging.getLogger("easyckpt")
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class Outside:
             finally:
                 self._easyckpt.synchronous = None
         listen(self)
+        _warn_of_own_loading(self)
         with TrainingRun(self, self._easyckpt.options, resume_from_checkpoint) as run:
             self._easyckpt.run = run
             try:
@@ -66,6 +70,33 @@ class Outside:
             with run.files_added():
                 super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._easyckpt.run is not None:
+            self._easyckpt.run.begin_loop()
+        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        run = self._easyckpt.run
+        if run is None or not run.restores:
+            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        self._load("_load_optimizer_and_scheduler", checkpoint, foreign.load_optimizer_and_scheduler)
+
+    def _load_scaler(self, checkpoint: Any) -> None:
+        self._load("_load_scaler", checkpoint, foreign.load_scaler)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        self._load("_load_rng_state", checkpoint, foreign.load_generators)
+
+    def _load(self, method: str, checkpoint: Any, load: Callable[[Any, str], None]) -> None:
+        """What a run puts back itself is left to it; of the Trainer's own checkpoints nothing is run."""
+        run = self._easyckpt.run
+        if run is None or checkpoint is None:
+            getattr(super(), method)(checkpoint)
+        elif not run.restores:
+            load(self, checkpoint)
+
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
         if self._easyckpt.run is not None:
@@ -88,22 +119,6 @@ class Inside(Trainer):  # type: ignore[misc]
         else:
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if not self._restores():
-            super()._load_from_checkpoint(*args, **kwargs)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        if not self._restores():
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_scaler(self, checkpoint: Any) -> None:
-        if not self._restores():
-            super()._load_scaler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: Any) -> None:
-        if not self._restores():
-            super()._load_rng_state(checkpoint)
-
     def _load_best_model(self) -> None:
         if self._easyckpt.run is not None:
             self._easyckpt.run.drain()
@@ -111,16 +126,31 @@ class Inside(Trainer):  # type: ignore[misc]
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        if self._restores():  # the loops up to 5.0 divide the step inline; see versions.ResumedAt
-            assert self._easyckpt.run is not None
-            epoch, updates = self._easyckpt.run.data.next_update()
+        run = self._easyckpt.run
+        if (
+            run is not None and run.restores and run.same_batches(self.state.train_batch_size)
+        ):  # the loops up to 5.0 divide the step inline; see versions.ResumedAt
+            epoch, updates = run.data.next_update()
             self.state.global_step = versions.ResumedAt(self.state.global_step)
             self.state.global_step.epoch = epoch
             self.state.global_step.updates = updates
             self.state.global_step.asked = (self.args.max_steps, self.args.num_train_epochs)
 
-    def _restores(self) -> bool:
-        return self._easyckpt.run is not None and self._easyckpt.run.restores
+
+#: What the Trainer restores a checkpoint by. All of it is put back at once, so a class of the user's is not asked.
+_LOADING = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
+
+
+def _warn_of_own_loading(trainer: Any) -> None:
+    ours = (Outside, Inside, type(trainer))
+    own = [method for method in _LOADING if not versions.is_stock(type(trainer), method, ours)]
+    if own:
+        _log.warning(
+            "%s overrides %s, which is not called when easyckpt restores: what it loads beside the Trainer's own state "
+            "has to be loaded in a callback's on_train_begin",
+            type(trainer).__name__,
+            ", ".join(own),
+        )
 
 
 def TrainerWrapper(trainer: T, **options: Any) -> T:  # noqa: N802 - it is used like a class

@@ -559,6 +559,52 @@ def test_a_batch_size_that_is_found(out):
     assert checkpoints(out) == [2, 4, 6, 8]
 
 
+def test_a_batch_size_that_is_found_after_a_resume(out):
+    with pytest.raises(Stopped):
+        make(out, callbacks=[At(7, stop)]).train()
+    failed = []
+
+    class Hungry(Trainer):
+        def training_step(self, *args, **kwargs):
+            if self.state.global_step == 7 and not failed:
+                failed.append(self._train_batch_size)
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    forget_memory()
+    trainer = make(out, Hungry, auto_find_batch_size=True)
+    begun = []
+    trainer.add_callback(At(6, lambda control: begun.append(6)))
+    trainer.train(resume_from_checkpoint=True)
+    assert failed
+    assert trainer.state.global_step == STEPS
+    assert begun == [6, 6]
+
+
+def test_a_checkpoint_that_a_kill_prevented_is_made_by_the_resume(out):
+    def spoil(control):
+        shutil.rmtree(out / "checkpoint-4")
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        make(out, options={"on_save": "wait"}, callbacks=[At(4, spoil)]).train()
+    trainer = make(out, max_steps=5)
+    trainer.train(resume_from_checkpoint=True)
+    assert whole(out, 4)
+
+
+def test_methods_that_load_by_themselves_are_named(out, caplog):
+    class Own(Trainer):
+        def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+            raise AssertionError("it is given what only the Trainer's own loading reads")
+
+    with pytest.raises(Stopped):
+        make(out, Own, callbacks=[At(5, stop)]).train()
+    with caplog.at_level(logging.WARNING, "easyckpt"):
+        make(out, Own).train(resume_from_checkpoint=True)
+    assert "Own overrides _load_from_checkpoint" in caplog.text
+
+
 def test_a_model_that_is_made_anew(out, tmp_path):
     with pytest.raises(Stopped):
         make(out, model_init=plain_gpt2, callbacks=[At(5, stop)]).train()
