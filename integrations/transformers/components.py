@@ -91,7 +91,8 @@ class Files:
         What holds weights that are in no component is of the step at which it was learnt, and of no other.
         """
         added = {name: _bytes(content) for name, content in self.added.items()}
-        return {**self._value, "added": added, "learnt_at": self._learnt_at}
+        # When it was learnt is of the process: one that resumes learns at its start, too.
+        return {**self._value, "added": added, "learnt_at": {ASIDE: self._learnt_at}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing of it is wanted back: the files are made anew of the live objects."""

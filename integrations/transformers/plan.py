@@ -114,7 +114,7 @@ def _model_files(values: _Values) -> list[PlannedFile]:
     small = {**kept["small"], **kept["added"]}
     numbers = values.numbers()
     recipes = json.loads(bytes(kept["recipe"].tolist()).decode() or "[]")
-    if kept["learnt_at"] != values.view.meta.step:  # no file at all rather than one with weights of another step
+    if kept["learnt_at"][ASIDE] != values.view.meta.step:  # no file at all rather than one with weights of another step
         recipes = [recipe for recipe in recipes if all(tensor[3] != FILES for tensor in recipe["tensors"])]
         small = {name: data for name, data in kept["small"].items() if not name.endswith(WEIGHTS)}
     small |= kept[ASIDE]
