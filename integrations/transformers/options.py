@@ -37,7 +37,7 @@ class Options:
                 raise ConfigError(f"{name} must be {choices[0]!r} or {choices[1]!r}, not {value!r}")
         for name, argument in _TRAINERS.items():
             if name in engine:
-                raise ConfigError(f"{name}: the Trainer's argument {argument} says that")
+                raise ConfigError(f"{name}: the Trainer has an argument for that: set {argument} instead")
         resolve(engine, config)  # raises now what would be raised when training begins
         return cls(on_save, back_pressure, config, engine)
 

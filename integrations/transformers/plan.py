@@ -25,6 +25,7 @@ from easyckpt.format.image import Layout
 from easyckpt.format.layout import SAFETENSORS
 from easyckpt.format.safetensors import make_header
 from easyckpt.integrations.transformers.names import (
+    ARGUMENTS_FILE,
     FILES,
     OPTIMIZER,
     OPTIMIZER_FILE,
@@ -124,7 +125,7 @@ def _model_files(values: _Values, *, model_only: bool) -> list[PlannedFile]:
     if kept["learnt_at"] != step:  # for a signal, or the end of the job: the Trainer has not asked for this one
         small = kept["small"]
         dated = {recipe["name"] for recipe in recipes if any(tensor[3] == FILES for tensor in recipe["tensors"])}
-        dated |= {name for name in small if name.endswith(WEIGHTS)}
+        dated |= {name for name in small if name.endswith(WEIGHTS) and name != ARGUMENTS_FILE}
         if dated:  # no file at all rather than one with weights of another step
             why = f"step {step}: there are no copies of the weights that {', '.join(sorted(dated))} would hold"
             if model_only:

@@ -138,7 +138,8 @@ def _of_an_older_line(prospect: Prospect, state: Mapping[str, Any]) -> Origin:
         raise DamagedCheckpoint(
             f"{prospect.root}: none of {len(damaged)} checkpoints can be resumed from; {damaged[0]}"
         )
-    _log.warning("nothing to resume from in %s: training starts from scratch", prospect.root)
+    if prospect.ranks.rank == 0:
+        _log.warning("nothing to resume from in %s: training starts from scratch", prospect.root)
     return Origin()
 
 

@@ -59,7 +59,7 @@ class SynchronousRun:
             reason,
         )
         self.path = _agreed(lambda: newest_whole(trainer.args.output_dir)) if resume is True else resume
-        if resume is True and self.path is None:
+        if resume is True and self.path is None and trainer.args.process_index == 0:
             _log.warning("nothing to resume from in %s: training starts from scratch", trainer.args.output_dir)
 
     def save(self, write: Any, trial: Any) -> None:

@@ -794,6 +794,7 @@ def test_weights_of_another_step_are_left_out_rather_than_stored(out, tmp_path):
     assert checkpoints(out) == [2, 4, 5]
     assert (out / "checkpoint-4" / "model.safetensors").exists()
     assert not (out / "checkpoint-5" / "model.safetensors").exists()
+    assert (out / "checkpoint-5" / "training_args.bin").exists()
     assert whole(out, 5)
     forget_memory()
     trainer = make(out, model_init=Transposed)
