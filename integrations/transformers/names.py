@@ -8,6 +8,7 @@ STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
 SCALER_FILE = "scaler.pt"
+ARGUMENTS_FILE = "training_args.bin"
 
 #: How files end that may hold weights.
 WEIGHTS = (SAFETENSORS, ".bin", *TORCH_FILES)
