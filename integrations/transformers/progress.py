@@ -76,12 +76,12 @@ class Progress:
             return {}
         state: TrainerState = self.trainer.state
         fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-        history = fields.pop("log_history")
+        history, best = fields.pop("log_history"), fields.pop("best_model_checkpoint")
         fields["global_step"] = int(state.global_step)
         fields["stateful_callbacks"] = _callbacks(self.trainer)
         return {
             "state": fields,
-            ASIDE: {"log": self._log.update(history)},
+            ASIDE: {"log": self._log.update(history), "best_model_checkpoint": best},  # times, and a path
             "loss": self.loss,
             "total_loss": versions.loss_in_all(self.trainer),
             "logged_at": int(self.trainer._globalstep_last_logged),
@@ -110,7 +110,12 @@ def _callbacks(trainer: Any) -> dict[str, Any]:
 
 def state_json(value: Mapping[str, Any]) -> bytes:
     """``trainer_state.json``, of the component's value."""
-    fields = {**value["state"], "log_history": _history(value[ASIDE]["log"])}
+    aside = value[ASIDE]
+    fields = {
+        **value["state"],
+        "best_model_checkpoint": aside["best_model_checkpoint"],
+        "log_history": _history(aside["log"]),
+    }
     return (json.dumps(fields, indent=2, sort_keys=True, default=_number) + "\n").encode()
 
 
