@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import easyckpt
-from easyckpt import Checkpointer, catalog, failpoints, opening
+from easyckpt import Checkpointer, catalog, dialects, failpoints
 from easyckpt.errors import EasyckptError, ForeignFormat, NoCheckpoint, SaveError
 from easyckpt.format import layout
 from easyckpt.storage.local import LocalStorage
@@ -73,7 +73,7 @@ class Recording:
         self.lines: list[Line] = []
         self.rot: float = math.inf
         """System calls before step 6 of the first line rotted."""
-        monkeypatch.setattr(opening, "LocalStorage", lambda root, direct_io: self.storage)
+        monkeypatch.setattr(dialects, "LocalStorage", lambda root, direct_io: self.storage)
 
     def falls_back_and_steps_back(self) -> None:
         """Rotation, an automatic fallback to 4 since 6 is rotten, an explicit load of 8 although 9 is there."""
@@ -169,7 +169,7 @@ def recording(request, workplace, monkeypatch) -> Iterator[Recording]:
     directory = Path(tempfile.mkdtemp(dir=workplace))
     recording = Recording(directory, monkeypatch)
     getattr(recording, request.param)()
-    monkeypatch.setattr(opening, "LocalStorage", LocalStorage)
+    monkeypatch.setattr(dialects, "LocalStorage", LocalStorage)
     yield recording
     shutil.rmtree(directory)
 

@@ -26,6 +26,7 @@ from easyckpt.saving.line import Origin, open_line
 from easyckpt.saving.messages import Flush
 from easyckpt.saving.metrics import Metrics
 from easyckpt.saving.policy import Policy
+from easyckpt.saving.writer import ShardWriter
 from easyckpt.storage.local import LocalStorage
 from tests.support import jobs
 from tests.support.jobs import committed, events
@@ -91,9 +92,20 @@ def opening(storage: Watched) -> None:
     open_line(storage.context, Origin(12, "main"), Metrics(), incarnation=OWN)
 
 
+def flusher_of(storage):
+    return Flusher(
+        storage.context,
+        Ranks(0, 1, 0, 1),
+        RUN,
+        policy=Policy(newest=1),
+        writer=ShardWriter(storage),
+        emit=lambda event: None,
+    )
+
+
 def flushing(storage: Watched) -> None:
     """All that a flush of step 12 does, a damaged directory in its way, and the rotation that follows."""
-    flusher = Flusher(storage.context, Ranks(0, 1, 0, 1), RUN, policy=Policy(newest=1), emit=lambda event: None)
+    flusher = flusher_of(storage)
     try:
         flush = Flush(attempt=attempt_name(OWN, 1), step=12, due=12, share=True)
         written = flusher.write(flush, view(12), threading.Event())
@@ -107,7 +119,7 @@ def flushing(storage: Watched) -> None:
 
 
 def giving_up(storage: Watched) -> None:
-    flusher = Flusher(storage.context, Ranks(0, 1, 0, 1), RUN, policy=Policy(newest=1), emit=lambda event: None)
+    flusher = flusher_of(storage)
     try:
         storage.makedirs(names.tmp_dir(12, attempt_name(OWN, 1)))
         storage.notes.clear()
