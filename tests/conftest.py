@@ -43,6 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes a minute begins first: at the end one worker would run it while the other has nothing left."""
+    items.sort(key=lambda item: "test_semantics" not in item.name)
+
+
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables are as wide as in a pipe, whatever the terminal or the workers of pytest say."""

@@ -42,6 +42,7 @@ def files_in(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file()]
 
 
+@pytest.mark.soak
 def test_a_trainer_killed_in_a_flush_goes_on_exactly_from_both_tiers(audit):
     code, report, said = audit("", "--kill", "--every", "2", "--no-parts")
     assert code == 0, said
@@ -70,6 +71,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_culprit_is_named_in_the_terms_of_a_trainer(audit, mistake):
     code, report, said = audit(mistake, "--tier", "storage", "--no-parts")

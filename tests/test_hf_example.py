@@ -55,7 +55,7 @@ def outcome(output_dir: Path, printed: list[str]) -> tuple[str, list[dict[str, f
     return lines(printed, "weights ")[0], log
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [pytest.param("4", marks=pytest.mark.soak), "5"])
 def test_killed_again_and_again_it_ends_as_if_never_stopped(version, tmp_path):
     straight = outcome(tmp_path / "straight", example(version, tmp_path / "straight"))
     stopped = tmp_path / "stopped"
@@ -68,6 +68,7 @@ def test_killed_again_and_again_it_ends_as_if_never_stopped(version, tmp_path):
     assert STEPS <= losses <= STEPS + 2 * (len(runs) - 1)  # it went on, and did not begin again
 
 
+@pytest.mark.soak
 def test_a_training_that_is_over_stays_so(tmp_path):
     version = VERSIONS[-1]
     first = outcome(tmp_path, example(version, tmp_path))

@@ -59,7 +59,7 @@ def test_a_sample_of_the_table(name, version, tmp_path):
     is_exact(name, version, tmp_path)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [pytest.param("4", marks=pytest.mark.soak), "5"])
 def test_in_new_interpreters(version, tmp_path):
     is_exact_in_new_interpreters("mlm", version, tmp_path, ("memory",))
 
