@@ -286,14 +286,6 @@ def test_a_pickle_without_an_archive_is_refused_by_name(whole):
     assert stock.problem(str(whole)).startswith("optimizer.pt is no archive of torch 1.6 or newer")
 
 
-def test_checkpoints_are_listed_newest_first(tmp_path):
-    for name in ("checkpoint-9", "checkpoint-100", "checkpoint-20", "checkpoint-20-tmp", "runs", "_easyckpt"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "checkpoint-300").touch()
-    assert [step for step, _ in stock.listed(str(tmp_path))] == [100, 20, 9]
-    assert stock.listed(str(tmp_path))[0][1] == str(tmp_path / "checkpoint-100")
-
-
 # -- loading
 
 

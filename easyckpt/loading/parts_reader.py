@@ -11,14 +11,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from easyckpt import catalog
 from easyckpt.errors import DamagedCheckpoint
 from easyckpt.format.checksum import CHUNK_BYTES, chunk_digests, file_digest
 from easyckpt.format.image import align
 from easyckpt.format.manifest import FileRecord
 from easyckpt.format.parts import CARRIED, Part, locate, read_part
-from easyckpt.loading.reader import Submit, fresh_memory, run_now
-from easyckpt.loading.snapshot import Snapshot, check_world_size
+from easyckpt.loading.reader import Submit, agreed_manifest, fresh_memory, run_now
+from easyckpt.loading.snapshot import Snapshot
 from easyckpt.storage.base import Storage
 
 
@@ -43,11 +42,8 @@ def open_parts(
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Snapshot:
     """As `reader.open_storage`, which see. Raises DamagedCheckpoint naming the file."""
-    manifest = catalog.read_manifest(storage, directory)
     where = os.path.join(storage.root, directory)
-    if attempt and manifest.attempt != attempt:
-        raise DamagedCheckpoint(f"{where} was replaced while it was being restored: try again")
-    check_world_size(where, manifest.world_size, world_size)
+    manifest = agreed_manifest(storage, directory, attempt, world_size)
     if not manifest.parts:
         raise DamagedCheckpoint(
             f"{where} holds a model only (save_only_model): training cannot go on from it; it is for inference"

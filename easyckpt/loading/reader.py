@@ -76,6 +76,19 @@ def everything(leaf: Leaf) -> bool:
     return True
 
 
+def agreed_manifest(storage: Storage, directory: str, attempt: str | None, world_size: int) -> Manifest:
+    """The manifest in `directory`: of the `attempt` that the ranks agreed on, if any, and of `world_size` ranks.
+
+    Raises DamagedCheckpoint where another attempt is there by now, WorldSizeChanged, another FormatError, or OSError.
+    """
+    where = os.path.join(storage.root, directory)
+    manifest = catalog.read_manifest(storage, directory)
+    if attempt and manifest.attempt != attempt:
+        raise DamagedCheckpoint(f"{where} was replaced while it was being restored: try again")
+    check_world_size(where, manifest.world_size, world_size)
+    return manifest
+
+
 def open_storage(
     storage: Storage,
     directory: str,
@@ -94,11 +107,8 @@ def open_storage(
     are `wanted` are read. `attempt` makes sure that it is the checkpoint that the ranks agreed on. Raises
     DamagedCheckpoint naming file, tensor and chunk, another FormatError, WorldSizeChanged, or OSError.
     """
-    manifest = catalog.read_manifest(storage, directory)
     where = os.path.join(storage.root, directory)
-    if attempt and manifest.attempt != attempt:
-        raise DamagedCheckpoint(f"{where} was replaced while it was being restored: try again")
-    check_world_size(where, manifest.world_size, world_size)
+    manifest = agreed_manifest(storage, directory, attempt, world_size)
     index = read_index(storage, directory, manifest, rank)
     owner = index
     if rank != 0 and not index.shard.write_replicated and any(leaf.replicated for leaf in index.layout.leaves):

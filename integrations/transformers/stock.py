@@ -49,13 +49,6 @@ _ZIP = b"PK\3\4"
 _PIECE = 1 << 20
 
 
-def listed(output_dir: str) -> list[tuple[int, str]]:
-    """(step, path) of each ``checkpoint-N`` in the Trainer's `output_dir`, newest first, whole or not."""
-    matches = [_NUMBERED.fullmatch(name) for name in LocalStorage(output_dir).listdir("")]
-    found = [(int(match[1]), os.path.join(output_dir, match[0])) for match in matches if match]
-    return sorted((one for one in found if os.path.isdir(one[1])), reverse=True)
-
-
 def problem(directory: str, *, world_size: int = 1) -> str | None:
     """Why a job of `world_size` processes cannot go on exactly from the Trainer's checkpoint; None where it can.
 
