@@ -160,6 +160,36 @@ def test_only_slots_that_nobody_needs_are_given(directory, arenas):
     assert arena.acquire(5, MIB, 9, ()).meta.step == 1  # the oldest first
 
 
+def test_a_slot_that_no_flush_needs_is_never_touched(directory, arenas):
+    """First touch of a snapshot's memory costs far more than the copy; two whole snapshots stay all the same."""
+    arena = prepared(arenas(directory, 4))
+    for step in range(1, 11):
+        assert save(arena, step, step - 1)
+        assert steps(arena)[-2:] == [step - 1, step][-min(step, 2) :]
+    assert steps(arena) == [8, 9, 10]
+    for step in range(11, 21):  # a flush of 10 takes until then: the fourth comes in
+        slot = arena.acquire(step, MIB, step - 1, {10})
+        assert slot is not None
+        assert {step - 1, step - 2, 10} <= set(steps(arena))
+        write(slot, step)
+    assert steps(arena) == [10, 18, 19, 20]
+    for step in range(21, 31):
+        assert save(arena, step, step - 1)
+        assert len(steps(arena)) == 4
+        assert steps(arena)[-2:] == [step - 1, step]
+    assert steps(arena)[0] == 10  # written over when it is needed, not in turn with the others
+
+
+def test_a_slot_whose_snapshot_was_given_up_is_written_before_one_never_touched(directory, arenas):
+    arena = prepared(arenas(directory))
+    assert save(arena, 1, None)
+    torn = arena.acquire(2, MIB, 1, ())
+    assert torn is not None
+    torn.begin()
+    arena.release(torn)
+    assert arena.acquire(3, MIB, 1, ()) is torn
+
+
 def test_a_slot_is_given_to_one_only(directory, arenas):
     arena = prepared(arenas(directory, 2))
     first, second = (arena.acquire(step, MIB, 9, ()) for step in (1, 2))

@@ -137,10 +137,7 @@ class Arena:
             return None
         self._check_usable()
         with self._lock:
-            free = sorted(
-                (slot for slot in self._supply.slots.values() if self._is_free(slot, keep_from, held)),
-                key=lambda slot: -1 if slot.meta is None else slot.meta.step,
-            )
+            free = self._by_preference(keep_from, held)
             lost = [slot for slot in free if slot.lost and self._renews]  # of no use to a restart: replaced
             fitting = [slot for slot in free if slot.image_capacity >= image_bytes and slot not in lost]
             chosen = fitting[0] if fitting else None
@@ -270,6 +267,26 @@ class Arena:
             return list(self._supply.slots.values())
 
     # Choosing a slot. With the lock held.
+
+    def _by_preference(self, keep_from: int | None, held: Collection[int]) -> list[Slot]:
+        """The slots that may be written, the best first.
+
+        Two whole snapshots stay beside the one that is written, as long as there is a slot for that. Among the others
+        the one written last: its memory is the one that the machine still has at hand, and in a training without
+        flushes one slot of the four is then never touched.
+        """
+        free = [slot for slot in self._supply.slots.values() if self._is_free(slot, keep_from, held)]
+        # Whoever has acquired a slot may begin or seal it just now: each is read once.
+        metas = {slot: slot.meta for slot in self._supply.slots.values()}
+        newest = sorted((meta.step for meta in metas.values() if meta is not None), reverse=True)[:2]
+
+        def rank(slot: Slot) -> tuple[int, int]:
+            meta = metas[slot]
+            if meta is None:
+                return 1, -slot.sequence
+            return (2, meta.step) if meta.step in newest else (0, -meta.step)
+
+        return sorted(free, key=rank)
 
     def _is_free(self, slot: Slot, keep_from: int | None, held: Collection[int]) -> bool:
         # Whoever has acquired it may begin or seal it just now: each is read once, and in this order.
