@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-STEPS, EVERY, WARM = 12, 3, 4
-"""Steps of a training, steps between saves, steps before the steady part."""
+STEPS, EVERY = 12, 3
+"""Steps of a training that saves, steps between saves."""
+STEADY, WARM = 32, 12
+"""Steps of a training that does not, steps before the part of it that counts: by then all memory was touched once."""
+WRAPPED = ("easyckpt", "memory", "turns")
+ONLY_MEMORY = ("memmove", "memory", "turns")
 DRAIN_SECONDS = 120
 FIGURES = "figures.json"
 """What came out, in the directory that the training gets; others write into its standard output."""
@@ -36,7 +40,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
     """Random ones: what is learned does not matter."""
 
     def __init__(self, size: Size) -> None:
-        shape = (STEPS * size.batch, size.length)
+        shape = (STEADY * size.batch, size.length)
         self.tokens = torch.randint(size.vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
@@ -46,8 +50,13 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
+def copies(variant: str, step: int) -> bool:
+    """Whether a bare memmove follows this step; in "turns" it does where no snapshot follows."""
+    return variant == "memmove" or (variant == "turns" and step % 2 == 1)
+
+
 def clock_of(variant: str, nbytes: int) -> Any:
-    """A callback that notes times, the same for every variant; beside "memmove" it has `nbytes` copied each step."""
+    """A callback that notes times, the same for every variant; after steps that `copies` tells, `nbytes` are copied."""
     from transformers import TrainerCallback
 
     from benchmarks.training import Memmove
@@ -60,7 +69,7 @@ def clock_of(variant: str, nbytes: int) -> Any:
             """Seconds that others have taken right before and right after the optimizer's own step."""
             self._inner = (0.0, 0.0)
             self._before = 0.0
-            self._memmove = Memmove(nbytes) if variant == "memmove" else None
+            self._memmove = Memmove(nbytes) if copies(variant, 1) else None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
             # The optimizer's own hooks are called nearest to its step, those of all optimizers around them.
@@ -84,7 +93,7 @@ def clock_of(variant: str, nbytes: int) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
             self.ended[int(state.global_step)] = time.perf_counter()
-            if self._memmove is not None:
+            if self._memmove is not None and copies(variant, int(state.global_step)):
                 self._memmove.save(due=False)
 
         def held(self, step: int) -> float:
@@ -98,10 +107,10 @@ def trainer_of(variant: str, saves: dict[int, float], *positional: Any, **named:
     """The variant's Trainer. `saves` gets the seconds of each ``_save_checkpoint`` but ours, where it is not all."""
     from transformers import Trainer
 
-    if variant in ("easyckpt", "memory"):
+    if variant in WRAPPED:
         from easyckpt.integrations.transformers import TrainerWrapper
 
-        return TrainerWrapper(Trainer(*positional, **named))
+        return TrainerWrapper(Trainer(*positional, **named), save_mem_interval=2 if variant == "turns" else 1)
     if variant == "DLRover":
         from dlrover.trainer.torch.flash_checkpoint.hf_trainer import FlashCkptTrainer as Trainer
 
@@ -135,10 +144,11 @@ def train(variant: str, size: Size, output_dir: str) -> dict[str, Any]:
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    steps = STEADY if variant in ONLY_MEMORY else STEPS
     nbytes = 3 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     args = TrainingArguments(
-        output_dir, max_steps=STEPS, per_device_train_batch_size=size.batch, save_steps=EVERY, save_total_limit=2,
-        save_strategy="no" if variant in ("memmove", "memory") else "steps", logging_strategy="no", report_to="none",
+        output_dir, max_steps=steps, per_device_train_batch_size=size.batch, save_steps=EVERY, save_total_limit=2,
+        save_strategy="no" if variant in ONLY_MEMORY else "steps", logging_strategy="no", report_to="none",
         use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     clock, saves = clock_of(variant, nbytes), dict[int, float]()
@@ -149,17 +159,20 @@ def train(variant: str, size: Size, output_dir: str) -> dict[str, Any]:
         drain_dlrover(output_dir)
     returned = time.perf_counter()
     due = [step for step in range(1, STEPS) if step % EVERY == 0]
-    wrapped = variant in ("easyckpt", "memory")
+    wrapped, before = variant in WRAPPED, 0 if variant not in ONLY_MEMORY else WARM
+    lasted = {step: clock.ended[step + 1] - clock.ended[step] for step in range(before + 1, steps)}
     return {
         "parameters": parameters,
         "state_bytes": nbytes,
-        "until_last": clock.ended[STEPS] - called,
+        "until_last": clock.ended[steps] - called,
         "whole": returned - called,
-        "steady": clock.ended[STEPS] - clock.ended[WARM],
+        # After each step that a snapshot follows, and after those that a memmove follows.
+        "steady": [seconds for step, seconds in lasted.items() if not copies(variant, step) or variant == "memmove"],
+        "beside": [seconds for step, seconds in lasted.items() if copies(variant, step)],
         "blocked": [] if args.save_strategy == "no" else [clock.held(s) if wrapped else saves[s] for s in due],
-        "between": [clock.held(step) for step in range(WARM + 1, STEPS) if step not in due],
+        "between": [clock.held(step) for step in range(before + 1, steps) if step not in due],
         "first": clock.held(1),
-        "steps": [clock.began[step + 1] - clock.began[step] for step in range(1, STEPS)],
+        "steps": [clock.began[step + 1] - clock.began[step] for step in range(1, steps)],
         "kept": sorted(path.name for path in Path(output_dir).glob("checkpoint-*")),
     }
 
