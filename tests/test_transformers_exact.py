@@ -1,6 +1,6 @@
 """The Hugging Face Trainer, wrapped: a killed and resumed training is the straight one to the bit, whatever it trains.
 
-`trainers/scenarios.py` has the table. Each training is killed by SIGKILL and resumed from what that leaves, once with
+`trainers/scenarios/` has the table. Each training is killed by SIGKILL and resumed from what that leaves, once with
 its memory and once without. CI runs a sample with the newest transformers 4 and 5, `make soak` the whole table.
 """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -21,8 +21,9 @@ from easyckpt.errors import DamagedCheckpoint, FormatError
 from easyckpt.format import layout as names
 from easyckpt.format.checksum import CHUNK_BYTES, ChunkHasher, digest_bytes, file_digest
 from easyckpt.format.codec import path_text
-from easyckpt.format.image import Layout, Leaf, align
-from easyckpt.format.manifest import Index, Manifest, ShardRecord
+from easyckpt.format.image import Leaf, align
+from easyckpt.format.manifest import Index, Manifest
+from easyckpt.loading.placing import Part, plan_of
 from easyckpt.loading.snapshot import Snapshot, check_world_size
 from easyckpt.memory.mapping import Mapping
 from easyckpt.storage.base import FileReader, Storage
@@ -113,7 +114,7 @@ def open_storage(
     owner = index
     if rank != 0 and not index.shard.write_replicated and any(leaf.replicated for leaf in index.layout.leaves):
         owner = read_index(storage, directory, manifest, 0)
-    plan = _plan(index, owner, wanted, where)
+    plan = plan_of(index, owner, wanted, where)
     for part in plan.parts:
         path = f"{directory}/{part.shard.name}"
         _check_size(storage.root, path, _size_of(storage, path), part.shard.size)
@@ -184,82 +185,7 @@ def _check_size(root: str, path: str, found: int, expected: int) -> None:
         raise DamagedCheckpoint(f"{root}/{path} is {kind}: {found} bytes, the manifest says {expected}")
 
 
-# What lies where.
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A range of one shard file and its place in the image: file bytes from `begin` on go to `place` on."""
-
-    layout: Layout
-    shard: ShardRecord
-    begin: int
-    place: int
-    needed: tuple[Leaf, ...]
-    """Leaves of `layout` with bytes in this range that somebody wants."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    parts: tuple[_Part, ...]
-    places: tuple[int | None, ...]
-    nbytes: int
-
-
-def _plan(index: Index, owner: Index, wanted: Callable[[Leaf], bool], where: str) -> _Plan:
-    """Where each wanted leaf comes from and goes to. `owner` is the index whose shard has the replicated leaves."""
-    layout = index.layout
-    chosen = [wanted(leaf) for leaf in layout.leaves]
-    if owner is index:
-        needed = tuple(leaf for leaf, ask in zip(layout.leaves, chosen, strict=True) if ask)
-        places = tuple(leaf.offset if ask else None for leaf, ask in zip(layout.leaves, chosen, strict=True))
-        part = _Part(layout, index.shard, index.shard.header_bytes, 0, needed)
-        _check_coverage(index, needed, where)
-        return _Plan((part,), places, align(index.shard.size - index.shard.header_bytes))
-    source = owner.layout
-    start, place = source.replicated_offset, align(layout.own_bytes)
-    theirs = {leaf.path: leaf for leaf in source.leaves if leaf.replicated}
-    own: list[Leaf] = []
-    shared: list[Leaf] = []
-    found: list[int | None] = []
-    for leaf, ask in zip(layout.leaves, chosen, strict=True):
-        if not ask:
-            found.append(None)
-        elif not leaf.replicated:
-            own.append(leaf)
-            found.append(leaf.offset)
-        else:
-            twin = theirs.get(leaf.path)
-            if twin is None or (twin.dtype, twin.shape, twin.order) != (leaf.dtype, leaf.shape, leaf.order):
-                raise DamagedCheckpoint(
-                    f"{where}: {path_text(leaf.path)[:200]} is replicated, and {owner.shard.name} does not hold it"
-                )
-            shared.append(twin)
-            found.append(place + twin.offset - start)
-    _check_coverage(owner, shared, where)
-    parts = (
-        _Part(layout, index.shard, index.shard.header_bytes, 0, tuple(own)),
-        _Part(source, owner.shard, owner.shard.header_bytes + start, place, tuple(shared)),
-    )
-    # What is mapped is never more than what the files, whose sizes are checked, can fill.
-    shared_bytes = source.image_bytes - start if any(leaf.nbytes for leaf in shared) else 0
-    return _Plan(parts, tuple(found), place + align(shared_bytes))
-
-
-def _check_coverage(index: Index, needed: Iterable[Leaf], where: str) -> None:
-    """Every needed leaf lies within the bytes that `index` says its shard holds."""
-    end = index.shard.size - index.shard.header_bytes
-    for leaf in needed:
-        if leaf.nbytes and leaf.offset + leaf.nbytes > end:
-            raise DamagedCheckpoint(
-                f"{where}: {index.shard.name} does not hold {path_text(leaf.path)[:200]}, and no other shard does"
-            )
-
-
-# Reading.
-
-
-def _read_shard(storage: Storage, directory: str, part: _Part, image: memoryview, submit: Submit) -> None:
+def _read_shard(storage: Storage, directory: str, part: Part, image: memoryview, submit: Submit) -> None:
     runs = _needed_runs(part)
     if not runs:
         return
@@ -279,7 +205,7 @@ def _read_shard(storage: Storage, directory: str, part: _Part, image: memoryview
         comparison.result()
 
 
-def _needed_runs(part: _Part) -> list[range]:
+def _needed_runs(part: Part) -> list[range]:
     """The chunks that hold bytes of needed leaves, neighbours together."""
     chunks: set[int] = set()
     for leaf in part.needed:
@@ -295,7 +221,7 @@ def _needed_runs(part: _Part) -> list[range]:
     return runs
 
 
-def _pieces(part: _Part, run: range, image: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+def _pieces(part: Part, run: range, image: memoryview) -> Iterator[tuple[int, int, memoryview]]:
     """(offset in the file, bytes, memory in whole blocks) for the reads of `run`, in order."""
     begin, end = run.start * CHUNK_BYTES, min(run.stop * CHUNK_BYTES, part.shard.size)
     if begin < part.begin:  # the header, or another rank's own tensors: read for the checksum only
@@ -316,7 +242,7 @@ class _Comparison:
     """Compares chunks, as they were read, with their checksums."""
 
     where: str
-    part: _Part
+    part: Part
     run: range
     pieces: list[memoryview]
 

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
 
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
 from easyckpt.errors import UsageError
 from easyckpt.framework import FrameworkCheckpointer
-from easyckpt.integrations import tracked_loader
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import progress as trainer_progress
 from easyckpt.integrations.transformers import scratch, versions
+from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
 from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
 from easyckpt.integrations.transformers.options import Options
@@ -34,8 +32,6 @@ from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
 from easyckpt.prospect import Prospect
 
-_log = logging.getLogger("easyckpt")
-
 
 class TrainingRun:
     """Used with ``with`` around the Trainer's own training."""
@@ -43,7 +39,7 @@ class TrainingRun:
     def __init__(self, trainer: Any, options: Options, resume: Any) -> None:
         self._trainer, self._options = trainer, options
         args = trainer.args
-        self.progress, self.files = Progress(), Files()
+        self.progress, self.files, self.carried = Progress(), Files(), CarriedLoss(trainer)
         self.data = TrainingData(rank=args.process_index)
         planner = Planner(world_size=args.world_size, model_only=args.save_only_model, device=args.device.index or 0)
         limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
@@ -55,7 +51,6 @@ class TrainingRun:
         self._in_epoch_end = self._requested = self._rescaled = False
         self._snapshot_at = self._flushed_at = self._counted_at = -1
         self._best: list[int] = []
-        self._first_loss: torch.Tensor | None = None
         try:
             self.origin: Origin = find_origin(self._prospect, resume, {PROGRESS: self.progress, DATA: self.data})
             if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
@@ -113,7 +108,7 @@ class TrainingRun:
             assert self.origin.elsewhere is not None
             checkpointer.load_elsewhere(self.origin.elsewhere)
         trainer_progress.put_back(trainer, self.progress)
-        self._put_back_loss()
+        self.carried.put_back(self.progress)
         self.data.restore = checkpointer._restore_generators
         if trainer.args.ignore_data_skip or self._rescaled:
             self.data.resumed = None
@@ -152,26 +147,6 @@ class TrainingRun:
             self._prospect.look_elsewhere(self.origin.elsewhere, {PROGRESS: self.progress, DATA: self.data})
         else:
             self.data.forget()
-
-    def _put_back_loss(self) -> None:
-        assert self.progress.restored is not None
-        loss, running = self.progress.restored["loss"], versions.running_loss(self._trainer)
-        if running is not None:
-            running.copy_(loss)
-            # The Trainer's `train_loss` is the mean over the steps of this call: those before the stop are not of it.
-            self._trainer._total_loss_scalar -= loss.item()
-        else:
-            self._first_loss = loss
-
-    def with_first_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` of a first micro-step, and what was lost since the last log before the stop."""
-        if self._first_loss is None:
-            return loss
-        before, self._first_loss = self._first_loss.to(loss.device, loss.dtype), None
-        trainer = self._trainer
-        if trainer.args.logging_nan_inf_filter and not torch.isfinite(loss):
-            return torch.as_tensor(before + before / (1 + trainer.state.global_step - trainer._globalstep_last_logged))
-        return before + loss
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
@@ -328,46 +303,3 @@ def _heard_later(args: Any, state: Any, control: Any) -> Any:
     """In the place of the event on_save: the checkpoint is not there yet."""
     control.should_save = False
     return control
-
-
-class RunCallback(TrainerCallback):  # type: ignore[misc]
-    """Has the run that is on hear of the Trainer's events, before anybody else does."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
-        if self._trainer._easyckpt.run is not None:
-            self._trainer._easyckpt.run.start()
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
-        if self._trainer._easyckpt.run is not None:
-            self._trainer._easyckpt.run.begin_epoch()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: D102
-        if self._trainer._easyckpt.run is not None:
-            self._trainer._easyckpt.run.log(logs or {})
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
-        if self._trainer._easyckpt.run is not None:
-            self._trainer._easyckpt.run.end_epoch()
-
-
-def listen(trainer: Any) -> None:
-    """Have `trainer` tell its runs of its events, before anybody else, whatever became of its callbacks meanwhile."""
-    callbacks = trainer.callback_handler.callbacks
-    if not any(isinstance(callback, RunCallback) for callback in callbacks):
-        callbacks.insert(0, RunCallback(trainer))
-
-
-def track(run: TrainingRun, loader: Any) -> Any:
-    """Have the passes over the training data reported to `run`."""
-    versions.leave_skipping(tracked_loader.skip_batches)
-    tracked = tracked_loader.track(loader, run.data)
-    if not tracked_loader.is_tracked(tracked):
-        _log.warning(
-            "the training data come from a %s, whose position is not known exactly: a resumed run skips batches as the "
-            "Trainer itself does",
-            type(loader).__name__,
-        )
-    return tracked

@@ -11,8 +11,9 @@ from transformers import Trainer
 
 from easyckpt.errors import ConfigError
 from easyckpt.integrations.transformers import foreign, synchronous, versions
+from easyckpt.integrations.transformers.hearing import listen, track
 from easyckpt.integrations.transformers.options import Options
-from easyckpt.integrations.transformers.run import TrainingRun, listen, track
+from easyckpt.integrations.transformers.run import TrainingRun
 from easyckpt.integrations.transformers.synchronous import SynchronousRun
 
 T = TypeVar("T", bound=Trainer)
@@ -55,12 +56,12 @@ class Outside:
     def get_train_dataloader(self) -> Any:
         """As the Trainer's; its passes are reported."""
         loader = super().get_train_dataloader()  # type: ignore[misc]
-        return loader if self._easyckpt.run is None else track(self._easyckpt.run, loader)
+        return loader if self._easyckpt.run is None else track(loader, self._easyckpt.run.data)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        return loss if self._easyckpt.run is None else self._easyckpt.run.with_first_loss(loss)
+        return loss if self._easyckpt.run is None else self._easyckpt.run.carried.added_to(loss)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run = self._easyckpt.run
