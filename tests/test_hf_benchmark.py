@@ -10,8 +10,9 @@ from benchmarks import hf_trainer
 def figures(speed, blocked=(), steady=8.0, until=20.0):
     return {
         "parameters": 1, "state_bytes": 12, "until_last": until * speed, "whole": (until + 1) * speed,
-        "steady": steady * speed, "blocked": [seconds * speed for seconds in blocked], "between": [0.004],
-        "first": 0.1, "steps": [speed] * 11, "kept": [],
+        "steady": [steady * speed] * 3, "beside": [8.0 * speed] * 3,
+        "blocked": [seconds * speed for seconds in blocked], "between": [0.004], "first": 0.1,
+        "steps": [speed] * 11, "kept": [],
     }  # fmt: skip
 
 
@@ -21,6 +22,7 @@ def a_round(speed, ours=0.1, until=18.0, memory=8.04):
         "easyckpt": figures(speed, [ours, ours], until=until),
         "memmove": figures(speed),
         "memory": figures(speed, steady=memory),
+        "turns": figures(speed, steady=memory),
     }
 
 
