@@ -10,12 +10,12 @@ within a round. What is measured is chosen so that it does not favour easyckpt:
 - **until the last step ends**: from calling ``train()``, so what is made at the begin counts, but not the save of the
   last step, which holds up stock alone. **Drained**: until ``train()`` has returned and all is on storage (for stock:
   in the page cache; easyckpt alone syncs);
-- **the memory tier**: a snapshot of every step and no other save, against the same training beside a thread that copies
-  as many bytes by memmove each step and does nothing else. 32 steps, of which the first twelve do not count: memory
-  that is touched for the first time is slow on virtual machines, for whoever touches more of it (what that costs
-  easyckpt is in the figures above). Means, so that a slow step counts as it does for users. Trainings of the same code differ by a few per cent
-  from process to process, so there is a second one "in turns": snapshot and memmove after every other step of one
-  training, their mean steps compared.
+- **the memory tier**: a snapshot of every step and no other save, against the same training beside a thread that
+  copies as many bytes by memmove each step and does nothing else. 32 steps, of which the first twelve do not count:
+  memory that is touched for the first time is slow on virtual machines, for whoever touches more of it (what that
+  costs easyckpt is in the figures above). Means, so that a slow step counts as it does for users. Trainings of the
+  same code differ by a few per cent from process to process, so there is a second one "in turns": snapshot and
+  memmove after every other step of one training, their mean steps compared.
 
     python -m benchmarks.hf_trainer [--rounds 3] [--quick]
 """
