@@ -52,8 +52,8 @@ _PIECE = 1 << 20
 def problem(directory: str, *, world_size: int = 1, busy: Callable[[], None] = lambda: None) -> str | None:
     """Why a job of `world_size` processes cannot go on exactly from the Trainer's checkpoint; None where it can.
 
-    Reads every torch archive once, and runs nothing in it; `busy` is called as that gets on. Layouts of FSDP and DeepSpeed are not known here: they are
-    said to hold no weights.
+    Reads every torch archive once, and runs nothing in it; `busy` is called as that gets on. Layouts of FSDP and
+    DeepSpeed are not known here: they are said to hold no weights.
     """
     try:
         found = _Directory(directory, busy)
