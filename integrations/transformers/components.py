@@ -75,7 +75,7 @@ class Files:
     def learn(self, trainer: Any) -> None:
         """Have the Trainer say which they are now. All ranks call it: a program's own saving may wait for all."""
         live = live_tensors(trainer)
-        if versions.saves_as_ever(trainer, _ours(trainer)):
+        if versions.saves_as_ever(trainer, ours(trainer)):
             look = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()]
             seen = (id(trainer.model), trainer.model.config.to_json_string(), look)
             if seen == self._seen and not self._recipe.copies:
@@ -147,6 +147,6 @@ def state_of(trainer: Any, progress: Progress, data: TrainingData, files: Files)
     return state
 
 
-def _ours(trainer: Any) -> tuple[type, ...]:
+def ours(trainer: Any) -> tuple[type, ...]:
     """The classes of ours that extend the Trainer's."""
     return tuple(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("easyckpt."))

@@ -65,8 +65,11 @@ class Outside:
         return loss if self._easyckpt.run is None else self._easyckpt.run.carried.added_to(loss)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        run = self._easyckpt.run
-        if run is None or versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self))):
+        run, alone = self._easyckpt.run, self._easyckpt.synchronous
+        if alone is not None:  # with all that the program itself adds
+            write, trial = super()._save_checkpoint, kwargs.get("trial", args[1] if len(args) > 1 else None)  # type: ignore[misc]
+            alone.save(lambda: write(*args, **kwargs), trial)
+        elif run is None or versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self))):
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
         else:
             with run.files_added():
@@ -112,12 +115,9 @@ class Inside(Trainer):  # type: ignore[misc]
     _easyckpt: Wrapping
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        run, stock = self._easyckpt.run, self._easyckpt.synchronous
+        run = self._easyckpt.run
         if run is not None:
             run.request_save(kwargs.get("metrics", args[0] if args else None))
-        elif stock is not None:
-            write = super()._save_checkpoint
-            stock.save(lambda: write(model, trial, *args, **kwargs), trial)
         else:
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
