@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -253,6 +254,40 @@ def test_prune_and_pin_know_ours_alone(root, run):
     assert run("prune", root, "--keep", "1", "--keep-best", "1", "--metric", "loss").code == 0
     assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
     assert {path.name for path in root.iterdir()} == {"_easyckpt", "checkpoint-5", "checkpoint-6"}
+
+
+def says(root: Path, step: int, best: object) -> None:
+    """Have the checkpoint of `step` call another one the best, as the Trainer does."""
+    state = json.dumps({"best_model_checkpoint": best, "log_history": [{"loss": math.nan}]}).encode()
+    directory = root / f"checkpoint-{step}"
+    (directory / "trainer_state.json").write_bytes(state)
+
+
+def test_prune_keeps_what_the_trainer_calls_the_best(root, run):
+    says(root, 4, "/moved/since/checkpoint-4")
+    says(root, 6, "/moved/since/checkpoint-2")
+    said = run("prune", root, "--keep", "1", "--dry-run").out
+    assert "the Trainer's best" in said
+    rows = {row["step"]: row for row in run("prune", root, "--keep", "1", "--json").document["checkpoints"]}
+    assert {step: (row["removed"], row["reasons"]) for step, row in rows.items()} == {
+        2: (False, ["newest", "chosen"]), 4: (True, ["excess"]), 6: (False, ["newest"])
+    }  # fmt: skip
+    assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-5", "checkpoint-6"]
+
+
+@pytest.mark.parametrize("best", [None, "/moved/since/checkpoint-9", "/moved/since/other", 7, "\0"])
+def test_a_best_that_is_not_there_keeps_nothing(root, run, best):
+    says(root, 6, best)
+    assert run("prune", root, "--keep", "1").code == 0
+    assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_where_the_newest_does_not_tell_the_best_an_older_one_does(root, run):
+    says(root, 4, "checkpoint-2")
+    (root / "checkpoint-6" / "trainer_state.json").write_bytes(b"\xff{")
+    (root / "checkpoint-5" / "trainer_state.json").unlink()
+    assert run("prune", root, "--keep", "1").code == 0
+    assert (root / "checkpoint-2").exists()
 
 
 def test_cp_makes_a_root_of_the_same_kind_from_which_training_goes_on(root, run, tmp_path):
