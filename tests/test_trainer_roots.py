@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -16,6 +17,7 @@ from easyckpt.errors import UsageError
 from easyckpt.format import layout
 from easyckpt.format.checksum import CHUNK_BYTES
 from easyckpt.format.manifest import Manifest
+from easyckpt.format.parts import pack, unpack
 from tests.support import trainer_root
 from tests.support.commands import everything_in, run  # noqa: F401 - a fixture
 from tests.support.trainer_root import BEFORE, FILES, ODD, WEIGHTS
@@ -113,7 +115,9 @@ def test_a_changed_byte_in_any_file_is_told(root, run, name):
 def rewritten(directory: Path, change) -> None:
     """Seal the manifest anew after `change` has been made to its first part."""
     manifest = Manifest.from_bytes((directory / layout.MANIFEST).read_bytes())
-    change(manifest.parts[0])
+    part = json.loads(unpack(manifest.parts[0]))
+    change(part)
+    manifest = dataclasses.replace(manifest, parts=(pack(json.dumps(part).encode()), *manifest.parts[1:]))
     (directory / layout.MANIFEST).write_bytes(manifest.to_bytes())
 
 
