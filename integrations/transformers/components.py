@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import recipe, versions
 from easyckpt.integrations.transformers.names import (
+    ARGUMENTS_FILE,
     DATA,
     FILES,
     MODEL,
@@ -19,9 +21,12 @@ from easyckpt.integrations.transformers.names import (
     PROGRESS,
     SCALER,
     SCHEDULER,
+    WEIGHTS,
 )
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.state.modules import unwrap
+
+_log = logging.getLogger("easyckpt")
 
 #: Buffers that training changes in modules whose parameters are frozen.
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -71,6 +76,7 @@ class Files:
         """What the files were made of, where that says all of them."""
         self.added: dict[str, bytes] = {}
         """Files that the program adds to this step's checkpoint by itself."""
+        self._said = False
 
     def learn(self, trainer: Any) -> None:
         """Have the Trainer say which they are now. All ranks call it: a program's own saving may wait for all."""
@@ -83,9 +89,22 @@ class Files:
                 return
             self._seen = seen
         fresh = recipe.learn(trainer, live, MODEL, FILES)
+        self._look_for_weights(trainer, fresh, live)
         if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
             self._recipe, self._value = fresh, _tensors_of(fresh)
         self._learnt_at = int(trainer.state.global_step)
+
+    def _look_for_weights(self, trainer: Any, fresh: recipe.Recipe, live: Mapping[str, torch.Tensor]) -> None:
+        """Say it once where the Trainer saves no weights."""
+        some = fresh.weights or any(name.endswith(WEIGHTS) and name != ARGUMENTS_FILE for name in fresh.small)
+        if some or self._said or not live or not trainer.args.should_save:
+            return
+        self._said = True
+        _log.warning(
+            "%s.save_model() writes no file of weights that easyckpt knows: checkpoints have none either, and only "
+            "easyckpt can go on from them",
+            type(trainer).__name__,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """As tensors, which cost a copy at each step and nothing else.
