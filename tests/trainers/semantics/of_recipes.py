@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Trainer
 
-from tests.trainers.semantics.trainings import At, checkpoints, make, same, weights
+from tests.trainers.semantics.trainings import checkpoints, make, same
 
 #: What nobody has imported before the model is saved.
 LATE_MODULE = """
