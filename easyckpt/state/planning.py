@@ -116,6 +116,12 @@ def _replicated(components: Sequence[Component]) -> set[TieKey]:
     return {tie_key(tensor) for component in components for tensor in component.replicated()}
 
 
+def _constant(components: Sequence[Component]) -> set[TieKey]:
+    """On the host alone: programs move teachers through ``.data``, and on a GPU no probe would see that."""
+    found = (tie_key(tensor) for component in components for tensor in component.constant() if tensor.is_cpu)
+    return set(found)
+
+
 def _references(component: Component, part: Part, replicated: set[TieKey]) -> tuple[list[_Reference], Json]:
     paths, static = component.describe(part)
     everywhere = component.replicated_refs(part, replicated) if replicated else set()
@@ -169,7 +175,7 @@ def _late(
     for reference, leaf in zip(references, numbers, strict=True):
         if reference.state_of:
             steppers[references[picks[leaf]].key] |= reference.state_of
-    constant = {tie_key(tensor) for component in components for tensor in component.constant()}
+    constant = _constant(components)
     late, shared = {}, set()
     for leaf, position in enumerate(picks):
         reference = references[position]

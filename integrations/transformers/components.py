@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.training_data import TrainingData
@@ -24,7 +25,8 @@ from easyckpt.integrations.transformers.names import (
     WEIGHTS,
 )
 from easyckpt.integrations.transformers.progress import Progress
-from easyckpt.state.modules import unwrap
+from easyckpt.state.modules import replicated_parameters, unwrap
+from easyckpt.state.objects import ForeignComponent
 
 _log = logging.getLogger("easyckpt")
 
@@ -36,11 +38,11 @@ class Adapters:
     """The trained part of a model with adapters: the frozen rest is loaded by the program, as without easyckpt."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters that are trained, buffers of modules that hold some, and running statistics, frozen or not."""
-        model = unwrap(self._model)
+        model = unwrap(self.model)
         found: dict[str, torch.Tensor] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -63,6 +65,22 @@ class Adapters:
         with torch.no_grad():
             for name, tensor in live.items():
                 tensor.copy_(state[name])
+
+
+class _Trained(ForeignComponent):
+    """Adapters are equal on all ranks where DDP keeps them so."""
+
+    @override
+    def replicated(self) -> Iterator[torch.Tensor]:
+        return replicated_parameters(self.target.model)
+
+
+class _Kept(ForeignComponent):
+    """Something that says which of its tensors are not written while training goes on."""
+
+    @override
+    def constant(self) -> Iterable[torch.Tensor]:
+        return self.target.constant()  # type: ignore[no-any-return]
 
 
 class Files:
@@ -114,6 +132,10 @@ class Files:
         added = {name: _bytes(content) for name, content in self.added.items()}
         return {ASIDE: {**self._value, "added": added, "learnt_at": self._learnt_at}}
 
+    def constant(self) -> list[torch.Tensor]:
+        """Files that were learnt: a tokenizer's may be large."""
+        return [self._value["recipe"], *self._value["small"].values()]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing of it is wanted back: the files are made anew of the live objects."""
 
@@ -153,12 +175,12 @@ def state_of(trainer: Any, progress: Progress, data: TrainingData, files: Files)
     wrapped = trainer.model_wrapped
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     state: dict[str, Any] = {
-        MODEL: Adapters(wrapped) if has_adapters(wrapped) else wrapped,
+        MODEL: _Trained(MODEL, Adapters(wrapped)) if has_adapters(wrapped) else wrapped,
         OPTIMIZER: getattr(optimizer, "optimizer", optimizer),
         SCHEDULER: getattr(scheduler, "scheduler", scheduler),
-        PROGRESS: progress,
+        PROGRESS: _Kept(PROGRESS, progress),
         DATA: data,
-        FILES: files,
+        FILES: _Kept(FILES, files),
     }
     scaler = getattr(trainer.accelerator, "scaler", None)
     if scaler is not None:

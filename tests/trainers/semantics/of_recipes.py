@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer
 
-from tests.trainers.semantics.trainings import checkpoints, make, same
+from easyckpt.format.codec import path_text
+from tests.trainers.semantics.trainings import At, checkpoints, make, same
 
 #: What nobody has imported before the model is saved.
 LATE_MODULE = """
@@ -63,3 +64,25 @@ def test_a_model_that_is_saved_without_weights_is_told_of_once(out, caplog):
         make(out, SavesNothing, max_steps=4).train()
     assert checkpoints(out) == [2, 4]
     assert caplog.text.count("SavesNothing.save_model() writes no file of weights") == 1
+
+
+class Tokenized(Trainer):
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        with open(os.path.join(output_dir, "tokenizer.json"), "wb") as file:
+            file.write(b"x" * (1 << 20))
+
+
+def test_files_that_stay_and_the_log_are_copied_while_training_goes_on(out):
+    late: set[str] = set()
+
+    def look(control):
+        parts = trainer._easyckpt.run._checkpointer._parts
+        capture = parts.capture.capture()
+        late.update(path_text(capture.layout.leaves[number].path) for number in parts.stager.late(capture))
+
+    trainer = make(out, Tokenized, callbacks=[At(6, look)])
+    trainer.train()
+    ends = [name for name in late if name.startswith(("files", "trainer"))]
+    assert any(name.endswith("tokenizer.json") for name in ends)
+    assert any(name.endswith("log.text") for name in ends)
