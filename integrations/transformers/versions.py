@@ -199,3 +199,16 @@ def saves_as_ever(trainer: Any, ours: tuple[type, ...]) -> bool:
     """Whether transformers alone saves the model, so that its files depend on nothing of the program's."""
     stock = all(is_stock(type(trainer), method, ours) for method in ("save_model", "_save"))
     return stock and getattr(type(trainer.model), "save_pretrained", None) is PreTrainedModel.save_pretrained
+
+
+@contextlib.contextmanager
+def weights_on_each_node(model: Any) -> Iterator[None]:
+    """Within it, whoever is a main process writes the weights of `model`; 5.x leaves them to the first rank of all."""
+    if not hasattr(model, "should_save_on_this_rank"):
+        yield
+        return
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
