@@ -44,6 +44,10 @@ class Origin:
         """The whole state is put back by us."""
         return self.found is not None or self.elsewhere is not None
 
+    def is_outside(self, root: str) -> bool:
+        """Whether it is a checkpoint of the Trainer's own that does not lie in `root`."""
+        return self.foreign is not None and os.path.realpath(os.path.dirname(self.foreign)) != os.path.realpath(root)
+
 
 def find_origin(prospect: Prospect, resume: Any, state: Mapping[str, Any]) -> Origin:
     """Find what `resume` (as ``train(resume_from_checkpoint=…)`` takes it) means, and restore `state` from it.
@@ -59,7 +63,7 @@ def find_origin(prospect: Prospect, resume: Any, state: Mapping[str, Any]) -> Or
     if answer["kind"] == "newest":
         return _newest(prospect, state)
     if answer["kind"] == "here":
-        found = prospect.look(state, step=answer["step"])
+        found = prospect.look(state, step=answer["step"], timeline=answer["timeline"])
         return Origin(found.step, found=found, explicit=True)
     if answer["kind"] == "elsewhere":
         found = prospect.look_elsewhere(path, state)
@@ -81,7 +85,10 @@ def _told(prospect: Prospect, path: str) -> dict[str, Any]:
         if step == max(steps, default=None):
             return {"kind": "newest"}
         if has_manifest:
-            return {"kind": "here", "step": step}
+            (entry,) = (entry for entry in found.entries if entry.name == name)
+            if entry.manifest is None:
+                raise DamagedCheckpoint(f"{path} cannot be resumed from: {entry.problem}")
+            return {"kind": "here", "step": step, "timeline": entry.manifest.timeline}
     elif has_manifest:
         return {"kind": "elsewhere"}
     reason = stock.problem(path, world_size=prospect.ranks.world_size)
