@@ -30,6 +30,14 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**shape, **heads, bos_token_id=1, eos_token_id=2, pad_token_id=0))
 
 
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(SEED)
+    shape = {"vocab_size": TOKENS, "d_model": WIDTH, "d_kv": 16, "d_ff": WIDTH, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1))
+
+
 def lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
