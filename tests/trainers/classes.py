@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import sys
 import types
 from collections import defaultdict
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainerCallback
 from transformers import trainer as trainer_module
@@ -40,6 +43,35 @@ class Counting(Trainer):
         means = {name: sum(values) / len(values) for name, values in self.parts["train"].items()}
         super().log({**logs, **means, "seen": self.seen}, *args, **kwargs)
         self.parts["train"].clear()
+
+
+class Averaging(Trainer):
+    """Beside its model it trains a mean of it, and a scale with an optimizer of its own; it draws by itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        self.reference = copy.deepcopy(self.model).eval()
+        self.scale = nn.Linear(1, 1)
+        nn.init.ones_(self.scale.weight)
+        nn.init.zeros_(self.scale.bias)
+        self.second = torch.optim.Adam(self.scale.parameters(), lr=0.01)
+        self.numbers, self.torchs = np.random.default_rng(5), torch.Generator().manual_seed(5)
+        self.pythons = random.Random(5)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.second.step()
+        self.second.zero_grad()
+        self.average.update_parameters(self.model)
+        return loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, **kwargs)
+        pairs = zip(model.parameters(), self.average.module.parameters(), strict=True)
+        far = sum(((one - other.detach()) ** 2).mean() for one, other in pairs)
+        drawn = self.numbers.random() + self.pythons.random() + float(torch.rand((), generator=self.torchs))
+        return self.scale(loss.reshape(1)).squeeze() + drawn * far
 
 
 class Halves(Sampler[int]):
@@ -130,3 +162,18 @@ class Decay(TrainerCallback, ExportableState):
 def accuracy(predicted: Any) -> dict[str, float]:
     best = np.argmax(predicted.predictions, axis=-1)
     return {"accuracy": float((best[:, :-1] == predicted.label_ids[:, 1:]).mean())}
+
+
+class Judge:
+    """The mean of what it was given in all batches."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def __call__(self, predicted: Any, compute_result: bool = False) -> dict[str, float]:
+        self.sums.append(float(predicted.losses.mean() + predicted.label_ids.sum()))
+        if not compute_result:
+            return {}
+        mean = sum(self.sums) / len(self.sums)
+        self.sums.clear()
+        return {"judged": mean}

@@ -27,6 +27,14 @@ def counting_ga2() -> Setup:
 
 
 @scenario()
+def averaging() -> Setup:
+    """It trains a mean of the weights and a second model with a second optimizer, and has generators of its own."""
+    from tests.trainers.classes import Averaging
+
+    return Setup(trainer=Averaging, more={"data_collator": Masking()})
+
+
+@scenario()
 def own_parts() -> Setup:
     """Optimizer, schedule, loader and sampler are the class's own; the sampler has a generator."""
     from tests.trainers.classes import OwnParts
