@@ -26,6 +26,7 @@ from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
 from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
 from easyckpt.integrations.transformers.options import Options
+from easyckpt.integrations.transformers.own import Own
 from easyckpt.integrations.transformers.plan import Planner
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
@@ -93,7 +94,7 @@ class TrainingRun:
         """Model, optimizer and scheduler are made: take over, and restore them."""
         trainer = self._trainer
         trainer.state.global_step = int(trainer.state.global_step)
-        self.progress.trainer = trainer
+        self.progress.trainer, self.progress.own = trainer, Own(trainer)
         self.files.learn(trainer)
         assert self._prospect is not None
         prospect = self._prospect
