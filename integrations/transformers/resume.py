@@ -45,6 +45,10 @@ class Origin:
         """The whole state is put back by us."""
         return self.found is not None or self.elsewhere is not None
 
+    def is_outside(self, root: str) -> bool:
+        """Whether it is a checkpoint of the Trainer's own that does not lie in `root`."""
+        return self.foreign is not None and os.path.realpath(os.path.dirname(self.foreign)) != os.path.realpath(root)
+
 
 def find_origin(prospect: Prospect, resume: Any, state: Mapping[str, Any]) -> Origin:
     """Find what `resume` (as ``train(resume_from_checkpoint=…)`` takes it) means, and restore `state` from it.
@@ -60,7 +64,7 @@ def find_origin(prospect: Prospect, resume: Any, state: Mapping[str, Any]) -> Or
     if answer["kind"] == "newest":
         return _newest(prospect, state)
     if answer["kind"] == "here":
-        found = prospect.look(state, step=answer["step"])
+        found = prospect.look(state, step=answer["step"], timeline=answer["timeline"])
         return Origin(found.step, found=found, explicit=True)
     if answer["kind"] == "elsewhere":
         found = prospect.look_elsewhere(path, state)
@@ -77,14 +81,17 @@ def _told(prospect: Prospect, path: str) -> dict[str, Any]:
     step = _NAMING.parse_committed(name)
     storage = LocalStorage(parent)
     has_manifest = os.path.lexists(os.path.join(path, layout.MANIFEST))
-    of_ours = has_manifest and catalog.inspect(storage, name, _NAMING).kind != "foreign"
+    entry = catalog.inspect(storage, name, _NAMING) if has_manifest else None
+    of_ours = entry is not None and entry.kind != "foreign"
     if parent == os.path.realpath(prospect.root) and step is not None:
         found, record = catalog.scan(prospect.storage, _NAMING), catalog.read_root(prospect.storage)
         steps = [entry.step for entry in found.entries if entry.kind == "foreign" or _on_line(record, entry)]
         if step == max(steps, default=None):
             return {"kind": "newest"}
-        if of_ours:
-            return {"kind": "here", "step": step}
+        if entry is not None and of_ours:
+            if entry.manifest is None:
+                raise DamagedCheckpoint(f"{path} cannot be resumed from: {entry.problem}")
+            return {"kind": "here", "step": step, "timeline": entry.manifest.timeline}
     elif of_ours:
         return {"kind": "elsewhere"}
     reason = judging.problem(storage, name, world_size=prospect.ranks.world_size, busy=prospect.channel.busy)

@@ -80,6 +80,12 @@ class Outside:
             self._easyckpt.run.begin_loop()
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        run = self._easyckpt.run
+        if skip_scheduler and run is not None and run.restores:
+            return None  # for eval_on_start alone, which was done when the training did start
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)  # type: ignore[misc]
+
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run = self._easyckpt.run
         if run is None or not run.restores:
