@@ -93,6 +93,7 @@ class TrainingRun:
     def start(self) -> None:
         """Model, optimizer and scheduler are made: take over, and restore them."""
         trainer = self._trainer
+        self._forget_private()  # the Trainer has read it; a kill would leave it for good
         trainer.state.global_step = int(trainer.state.global_step)
         self.progress.trainer, self.progress.own = trainer, Own(trainer)
         self.files.learn(trainer)
@@ -155,6 +156,8 @@ class TrainingRun:
             self._prospect.look_elsewhere(self.origin.elsewhere, {PROGRESS: self.progress, DATA: self.data})
         else:
             self.data.forget()
+        if self._private is not None:
+            self._tell_trainer()
 
     def _look_again(self, prospect: Prospect, found: Restored) -> None:
         """Go on from where the loop before did; where newer steps have taken its place, from the newest of them."""
@@ -164,7 +167,6 @@ class TrainingRun:
         except NoCheckpoint:
             again = prospect.look(state)
         self.origin = dataclasses.replace(self.origin, step=again.step, found=again)
-        self._tell_trainer()
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
@@ -313,6 +315,9 @@ class TrainingRun:
     def _tidy(self) -> None:
         self.progress.trainer = None
         vars(self._trainer.callback_handler).pop("on_save", None)
+        self._forget_private()
+
+    def _forget_private(self) -> None:
         if self._private is not None:
             scratch.remove(self._private)
 

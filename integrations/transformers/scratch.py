@@ -18,7 +18,8 @@ def make_at(directory: str) -> None:
 
 
 def write(directory: str, name: str, content: bytes) -> None:
-    """Put a file into it."""
+    """Put a file into it, and make it where it was removed."""
+    os.makedirs(directory, mode=0o700, exist_ok=True)
     with open(os.path.join(directory, name), "wb") as file:
         file.write(content)
 
