@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from easyckpt import catalog
+from easyckpt.contents import Opened
+from easyckpt.contents.held import Held
+from easyckpt.storage.records_apart import open_place
 from tests.trainers.launch import REPOSITORY, VERSIONS, quiet, run
 from tests.trainers.matrix import Trial
 from tests.trainers.scenarios import TABLE
@@ -58,12 +61,13 @@ def test_a_listener_on_one_rank_alone_holds_up_nobody(version, tmp_path):
 
 def test_what_ddp_keeps_equal_of_adapters_is_stored_once(tmp_path):
     Trial(TABLE["ddp_lora"], VERSIONS[-1], tmp_path).straight()
-    checkpoint = tmp_path / "straight-wrapped" / "checkpoint-20"
-    first, second = (stored_of(part) for part in json.loads((checkpoint / "manifest.json").read_text())["parts"])
+    storage, naming = open_place(tmp_path / "straight-wrapped")
+    with Opened(storage, catalog.inspect(storage, "checkpoint-20", naming)) as checkpoint:
+        first, second = (written_in(checkpoint.held(rank)) for rank in (0, 1))
     assert {"model", "optimizer"} <= first
     assert second.isdisjoint({"model", "optimizer"})
 
 
-def stored_of(part: dict[str, Any]) -> set[str]:
+def written_in(held: Held) -> set[str]:
     """Components of which this rank has written a tensor."""
-    return {path[0] for path, place in zip(part["layout"]["leaves"]["path"], part["places"], strict=True) if place}
+    return {leaf.path[0] for leaf, mine in zip(held.layout.leaves, held.written, strict=True) if mine}

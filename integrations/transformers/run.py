@@ -87,7 +87,7 @@ class TrainingRun:
         trainer = self._trainer
         trainer.state.global_step = int(trainer.state.global_step)
         self.progress.trainer = trainer
-        self.files.learn(trainer)
+        self.files.learn_early(trainer)
         assert self._prospect is not None
         prospect = self._prospect
         state = state_of(trainer, self.progress, self.data, self.files)
@@ -246,7 +246,7 @@ class TrainingRun:
             waits = self._options.on_save == "wait"  # so the snapshot must be whole before the next optimizer step
             future = checkpointer.save(step) if waits else checkpointer.flush(step, skip=skip)
             control.should_save = False
-            self.files.added = {}
+            self.files.let_go()
             self.saves.add(step, future)
             self._flushed_at = self._snapshot_at = step
             if waits:

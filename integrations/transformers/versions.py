@@ -196,6 +196,8 @@ def loss_in_all(trainer: Any) -> float:
 
 
 def saves_as_ever(trainer: Any, ours: tuple[type, ...]) -> bool:
-    """Whether transformers alone saves the model, so that its files depend on nothing of the program's."""
+    """Whether transformers, or peft, alone saves the model, so that its files depend on nothing of the program's."""
     stock = all(is_stock(type(trainer), method, ours) for method in ("save_model", "_save"))
-    return stock and getattr(type(trainer.model), "save_pretrained", None) is PreTrainedModel.save_pretrained
+    saving = getattr(type(trainer.model), "save_pretrained", None)
+    known = saving is PreTrainedModel.save_pretrained or getattr(saving, "__module__", "").startswith("peft.")
+    return stock and known
