@@ -13,7 +13,7 @@ from easyckpt import catalog
 from easyckpt.contents import Opened
 from easyckpt.contents.held import Held
 from easyckpt.storage.records_apart import open_place
-from tests.trainers.launch import REPOSITORY, VERSIONS, quiet, run
+from tests.trainers.launch import REPOSITORY, VERSIONS, python_of, quiet, run
 from tests.trainers.matrix import Trial
 from tests.trainers.scenarios import TABLE
 
@@ -71,3 +71,23 @@ def test_what_ddp_keeps_equal_of_adapters_is_stored_once(tmp_path):
 def written_in(held: Held) -> set[str]:
     """Components of which this rank has written a tensor."""
     return {leaf.path[0] for leaf, mine in zip(held.layout.leaves, held.written, strict=True) if mine}
+
+
+OLD = """
+import sys
+import transformers.trainer_callback
+transformers = sys.modules["transformers"]
+transformers.__version__ = "4.38.0"
+del transformers.trainer_callback.ExportableState  # which came with 4.42
+try:
+    from easyckpt.integrations.transformers import TrainerWrapper
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_an_old_version_is_named_before_what_it_lacks():
+    program = [python_of(VERSIONS[-1]), "-c", OLD]
+    environment = {**os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("ConfigError transformers 4.38.0 is installed")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from transformers import Trainer
 
 from easyckpt.errors import ConfigError
-from easyckpt.integrations.transformers import foreign, synchronous, versions
+from easyckpt.integrations.transformers import foreign, supported, synchronous, versions
 from easyckpt.integrations.transformers.hearing import listen, track
 from easyckpt.integrations.transformers.options import Options
 from easyckpt.integrations.transformers.run import TrainingRun
@@ -168,7 +168,7 @@ def TrainerWrapper(trainer: T, **options: Any) -> T:  # noqa: N802 - it is used 
 
     Raises ConfigError for what cannot be wrapped, and for a wrong option.
     """
-    versions.check()
+    supported.check()
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"TrainerWrapper takes a transformers.Trainer, not a {type(trainer).__name__}")
     if isinstance(trainer, Inside):
