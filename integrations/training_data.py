@@ -74,6 +74,8 @@ class TrainingData:
         self.restore: Callable[[], None] = lambda: None
         """Puts the global generators where the snapshot had them."""
         self._exhausted = True
+        self.counted = False
+        """The program reads as many batches as a bare loader has, and asks for one more in a resumed pass alone."""
         self.on_batch: Callable[[str, Any], None] | None = None
         """Hears of each batch that is trained on, for an audit."""
         self._untold: list[Any] = []
@@ -159,6 +161,9 @@ class TrainingData:
             if batch is _END:
                 if a_pass.resumed is not None and number < group:  # what was read ahead was the incomplete end
                     a_pass.set_now()
+                if a_pass.resumed is not None and not group and self.counted:
+                    set_host_generators(place.ahead)
+                    _set_all(a_pass.own, place.own_ahead)
                 break
             if number % max(1, group) == 0:
                 self._ahead_from = self._fetched

@@ -13,8 +13,10 @@ from typing_extensions import override
 from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import recipe, versions
+from easyckpt.integrations.transformers.beside import Beside
 from easyckpt.integrations.transformers.names import (
     ARGUMENTS_FILE,
+    BESIDE,
     DATA,
     FILES,
     MODEL,
@@ -207,6 +209,9 @@ def state_of(trainer: Any, progress: Progress, data: TrainingData, files: Files)
     scaler = getattr(trainer.accelerator, "scaler", None)
     if scaler is not None:
         state[SCALER] = scaler
+    beside = Beside(trainer)
+    if beside:
+        state[BESIDE] = beside
     return state
 
 

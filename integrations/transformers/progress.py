@@ -16,6 +16,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.transformers import versions
+from easyckpt.integrations.transformers.own import Own
 
 _FIRST_BYTES = 1 << 16
 
@@ -68,6 +69,8 @@ class Progress:
         self.loss = torch.zeros((), dtype=torch.float64)
         """The running loss since the last log."""
         self.restored: dict[str, Any] | None = None
+        self.own: Own | None = None
+        """What the trainer's class keeps by itself."""
         self._log = Log()
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,7 +84,11 @@ class Progress:
         fields["stateful_callbacks"] = _callbacks(self.trainer)
         return {
             "state": fields,
-            ASIDE: {"log": self._log.update(history), "best_model_checkpoint": best},  # times, and a path
+            ASIDE: {  # times, and a path
+                "log": self._log.update(history),
+                "best_model_checkpoint": best,
+                "own": self.own.state() if self.own is not None else None,
+            },
             "loss": self.loss,
             "total_loss": versions.loss_in_all(self.trainer),
             "logged_at": int(self.trainer._globalstep_last_logged),
@@ -132,6 +139,8 @@ def put_back(trainer: Any, progress: Progress) -> None:
     trainer.current_flos = value["flos"]
     if not trainer.args.restore_callback_states_from_checkpoint:  # else the Trainer has made them anew
         _put_back_callbacks(trainer, value["state"]["stateful_callbacks"])
+    if progress.own is not None and value[ASIDE].get("own"):
+        progress.own.put_back(value[ASIDE]["own"])
 
 
 def _put_back_callbacks(trainer: Any, states: Mapping[str, Any]) -> None:

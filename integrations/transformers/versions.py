@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+import accelerate
 import safetensors.torch
 import torch
 from transformers import PreTrainedModel, Trainer
-from transformers import trainer as trainer_module
 
 #: (path, tensors by key, metadata) of each file of tensors that was to be written.
 Captured = list[tuple[str, Mapping[str, torch.Tensor], Mapping[str, str] | None]]
@@ -99,22 +99,26 @@ def _names_of(functions: tuple[Callable[..., Any], ...]) -> list[tuple[dict[str,
     return _names_among(len(sys.modules), functions)
 
 
+#: accelerate's function (1.0 on), before anything is put in its place.
+_SKIPPING = (accelerate.skip_first_batches,)
+
+
 def leave_skipping(to: Callable[[Any, int], bool]) -> None:
     """Have the Trainer leave the batches that a resumed epoch skips to loaders for which `to` says that it is done.
 
-    ``trainer.skip_first_batches`` is accelerate's function under a name of the module (4.46 to 5.24).
+    ``skip_first_batches`` has a name in the Trainer's module (4.46 to 5.24), and in those of programs that have a loop
+    of their own, which are loaded at any time.
     """
-    original = trainer_module.skip_first_batches
-    if getattr(original, "_easyckpt", False):
-        return
+    (original,) = _SKIPPING
 
     def skip(loader: Any, num_batches: int = 0) -> Any:
         if to(loader, num_batches):
             return loader
         return original(loader, num_batches)
 
-    skip._easyckpt = True  # type: ignore[attr-defined]
-    trainer_module.skip_first_batches = skip
+    for inside, name in _names_of(_SKIPPING):
+        if inside.get(name) is original:
+            inside[name] = skip
 
 
 def is_stock(kind: type, method: str, ours: tuple[type, ...]) -> bool:
@@ -175,3 +179,16 @@ def saves_as_ever(trainer: Any, ours: tuple[type, ...]) -> bool:
     saving = getattr(type(trainer.model), "save_pretrained", None)
     known = saving is PreTrainedModel.save_pretrained or getattr(saving, "__module__", "").startswith("peft.")
     return stock and known
+
+
+@contextlib.contextmanager
+def weights_on_each_node(model: Any) -> Iterator[None]:
+    """Within it, whoever is a main process writes the weights of `model`; 5.x leaves them to the first rank of all."""
+    if not hasattr(model, "should_save_on_this_rank"):
+        yield
+        return
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank

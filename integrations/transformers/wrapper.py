@@ -39,11 +39,12 @@ class Outside:
         trial = kwargs.get("trial", args[0] if args else None)
         reason = synchronous.why(self, trial)
         if reason is not None:
-            self._easyckpt.synchronous = synchronous.SynchronousRun(self, reason, resume_from_checkpoint)
-            try:
-                return super().train(self._easyckpt.synchronous.path, *args, **kwargs)  # type: ignore[misc]
-            finally:
-                self._easyckpt.synchronous = None
+            with SynchronousRun(self, reason, self._easyckpt.options, resume_from_checkpoint) as stock:
+                self._easyckpt.synchronous = stock
+                try:
+                    return super().train(stock.path, *args, **kwargs)  # type: ignore[misc]
+                finally:
+                    self._easyckpt.synchronous = None
         listen(self)
         _warn_of_own_loading(self)
         with TrainingRun(self, self._easyckpt.options, resume_from_checkpoint) as run:
@@ -75,6 +76,12 @@ class Outside:
         if self._easyckpt.run is not None:
             self._easyckpt.run.begin_loop()
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        run = self._easyckpt.run
+        if skip_scheduler and run is not None and run.restores:
+            return None  # for eval_on_start alone, which was done when the training did start
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run = self._easyckpt.run
