@@ -73,6 +73,8 @@ class TrainingData:
         """Where the next pass is to begin, after a load; None once it has."""
         self.restore: Callable[[], None] = lambda: None
         """Puts the global generators where the snapshot had them."""
+        self.cut = False
+        """The program leaves the pass before its data end."""
         self._exhausted = True
         self.on_batch: Callable[[str, Any], None] | None = None
         """Hears of each batch that is trained on, for an audit."""
@@ -104,14 +106,14 @@ class TrainingData:
             self.place = Place(epoch=self.place.epoch + 1 if self._begun else 0)
         if self.resumed is not None and self.resumed.finished:
             self.restore()
-        self._begun = True
+        self._begun, self.cut = True, False
 
     def state_dict(self) -> dict[str, Any]:
         """The position at the end of a step: what was read ahead is not consumed."""
         place = self.place
         if self.resumed is not None:  # nothing was read since the load
             return {name: getattr(place, name) for name in Place.__slots__}
-        place.finished = self.at_end
+        place.finished = self.at_end or self.cut
         place.consumed = self._fetched if place.finished or not self.reading.group else self._ahead_from
         for part, generator in self._generators.items():
             place.own[part] = generator.get_state()
@@ -262,10 +264,15 @@ class _Pass:
 
 
 def _all_generators(loader: Any) -> dict[str, torch.Generator]:
-    """Those of the loader and of all samplers that are in one another."""
+    """Those of the loader and of all samplers that are in one another.
+
+    accelerate's sampler seeds its own for each pass, and makes it in its first one only: it is no state.
+    """
     found: dict[str, torch.Generator] = {}
-    level, name = loader, "loader"
+    level, name, seeded = loader, "loader", None
     for _ in range(5):
+        if type(level).__name__ == "SeedableRandomSampler":
+            seeded = level.generator
         for part, generator in own_generators(level).items():
             if not any(generator is known for known in found.values()):
                 found[f"{name}.{part}"] = generator
@@ -274,7 +281,7 @@ def _all_generators(loader: Any) -> dict[str, torch.Generator]:
         if level is None:
             break
         name = f"{name}.sampler"
-    return found
+    return {part: one for part, one in found.items() if one is not seeded or one is getattr(loader, "generator", None)}
 
 
 def _states(generators: Mapping[str, torch.Generator]) -> dict[str, torch.Tensor]:

@@ -61,7 +61,7 @@ class Outside:
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        return loss if self._easyckpt.run is None else self._easyckpt.run.carried.added_to(loss)
+        return loss if self._easyckpt.run is None else self._easyckpt.run.trained(loss)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run = self._easyckpt.run
