@@ -73,6 +73,8 @@ class TrainingData:
         """Where the next pass is to begin, after a load; None once it has."""
         self.restore: Callable[[], None] = lambda: None
         """Puts the global generators where the snapshot had them."""
+        self.awaits_pass = False
+        """The next pass over the loader is the training's; others, such as a look at one batch, are not followed."""
         self.cut = False
         """The program leaves the pass before its data end."""
         self._exhausted = True
@@ -106,7 +108,7 @@ class TrainingData:
             self.place = Place(epoch=self.place.epoch + 1 if self._begun else 0)
         if self.resumed is not None and self.resumed.finished:
             self.restore()
-        self._begun, self.cut = True, False
+        self._begun, self.awaits_pass, self.cut = True, True, False
 
     def state_dict(self) -> dict[str, Any]:
         """The position at the end of a step: what was read ahead is not consumed."""
@@ -128,6 +130,7 @@ class TrainingData:
 
     def begin_pass(self, loader: Any, epoch: int) -> Iterator[Any]:
         """The batches of the pass `epoch` over `loader`, a torch DataLoader, that were not consumed yet."""
+        self.awaits_pass = False
         resumed, self.resumed = self.resumed, None
         own = self._generators = _all_generators(loader)
         goes_on = self.skip > 0 or (resumed is not None and not resumed.finished)

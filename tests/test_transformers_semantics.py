@@ -51,3 +51,14 @@ def test_a_listener_on_one_rank_alone_holds_up_nobody(version, tmp_path):
     assert ended.codes == [0, 0], ended.said
     assert json.loads(Path(f"{record}.0").read_text()) == list(range(2, 25, 2))
     assert json.loads(Path(f"{record}.1").read_text()) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_one_rank_cannot_prepare_is_told_to_all(version, tmp_path):
+    record = tmp_path / "came"
+    words = [tmp_path / "out", record]
+    ended = run(version, words, ranks=2, beside=tmp_path / "said", job="tests.trainers.unprepared")
+    assert ended.codes == [0, 0], ended.said
+    assert Path(f"{record}.0").read_text().startswith("PeerFailed: FileNotFoundError: rank 1")
+    assert Path(f"{record}.1").read_text().startswith("FileNotFoundError")

@@ -18,7 +18,8 @@ import torch
 
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
-from easyckpt.errors import NoCheckpoint, UsageError
+from easyckpt.distributed.agree import all_good
+from easyckpt.errors import EasyckptError, NoCheckpoint, UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import progress as trainer_progress
@@ -51,6 +52,7 @@ class TrainingRun:
         self._checkpointer: FrameworkCheckpointer | None = None
         self._private: str | None = None
         self._in_epoch_end = self._requested = self._rescaled = self._within_step = self._must_be_taken = False
+        self._trains = False
         self._snapshot_at = self._flushed_at = self._counted_at = -1
         self._best: list[int] = []
         try:
@@ -58,14 +60,24 @@ class TrainingRun:
             if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
                 self.data.forget()
                 self.progress.restored = None
-            self.path = self._path_for_trainer()
-        except BaseException:
-            self._prospect.close()
+            self.path = self._agreed_path(self._prospect)
+        except BaseException as error:
+            self._prospect.close(error)
             raise
 
     def _opened(self) -> Prospect:
         root = os.path.abspath(self._trainer.args.output_dir)
         return Prospect(root, self._dialect, max_ckpt_num=self._limit, **self._options.settings())
+
+    def _agreed_path(self, prospect: Prospect) -> str | None:
+        """What the Trainer is to resume from. All ranks have it, or none goes on."""
+        path, failure = None, None
+        try:
+            path = self._path_for_trainer()
+        except (EasyckptError, OSError) as error:
+            failure = error
+        all_good(prospect.channel, "the Trainer's own state", failure, prospect.timeout)
+        return path
 
     def _path_for_trainer(self) -> str | None:
         """What the Trainer is to resume from: its own checkpoint, or a directory that only holds its state file."""
@@ -87,6 +99,16 @@ class TrainingRun:
     def restores(self) -> bool:
         """Whether this run puts everything back itself, so that the Trainer's own loading has nothing to do."""
         return self.origin.ours
+
+    @property
+    def started(self) -> bool:
+        """Whether the loop has made all that it works with."""
+        return self._checkpointer is not None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the first pass over the data, or the rest of one, has begun."""
+        return self._trains
 
     # -- hooks, in the order in which a training comes to them
 
@@ -153,7 +175,7 @@ class TrainingRun:
         found = self.origin.found
         checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
         self._prospect = self._opened()
-        self._best, self._requested = [], False
+        self._best, self._requested, self._trains = [], False, False
         if found is not None:
             self._look_again(self._prospect, found)
         elif self.origin.elsewhere is not None:
@@ -173,7 +195,7 @@ class TrainingRun:
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
-        self._in_epoch_end = False
+        self._in_epoch_end, self._trains = False, True
         self.data.begin_epoch()
 
     def end_epoch(self, *, cut: bool) -> None:
