@@ -61,21 +61,17 @@ class Outside:
         loader, run = super().get_train_dataloader(), self._easyckpt.run  # type: ignore[misc]
         return loader if run is None or run.started else track(loader, run.data)
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; a resumed training has the evaluation at its start behind it."""
-        run = self._easyckpt.run
-        if run is not None and run.restores and not run.trains:
-            return {}
-        return super()._evaluate(*args, **kwargs)  # type: ignore[misc]
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         return loss if self._easyckpt.run is None else self._easyckpt.run.trained(loss)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        run = self._easyckpt.run
-        if run is None or versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self))):
+        run, alone = self._easyckpt.run, self._easyckpt.synchronous
+        if alone is not None:  # with all that the program itself adds
+            write, trial = super()._save_checkpoint, kwargs.get("trial", args[1] if len(args) > 1 else None)  # type: ignore[misc]
+            alone.save(lambda: write(*args, **kwargs), trial)
+        elif run is None or versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self))):
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
         else:
             with run.files_added():
@@ -127,12 +123,9 @@ class Inside(Trainer):  # type: ignore[misc]
     _easyckpt: Wrapping
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        run, stock = self._easyckpt.run, self._easyckpt.synchronous
+        run = self._easyckpt.run
         if run is not None:
             run.request_save(kwargs.get("metrics", args[0] if args else None))
-        elif stock is not None:
-            write = super()._save_checkpoint
-            stock.save(lambda: write(model, trial, *args, **kwargs), trial)
         else:
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
@@ -175,8 +168,8 @@ def _warn_of_own_training(trainer: Any) -> None:
     own = [one for one in ("train", "_inner_training_loop") if not versions.is_stock(type(trainer), one, ours)]
     if own:
         _log.warning(
-            "%s overrides %s, which is handed a directory that holds the Trainer's state alone, since easyckpt restores "
-            "the rest: what it would load from the checkpoint beside that is not there",
+            "%s overrides %s, which is handed a directory that holds the Trainer's state alone, since easyckpt "
+            "restores the rest: what it would load from the checkpoint beside that is not there",
             type(trainer).__name__,
             ", ".join(own),
         )
