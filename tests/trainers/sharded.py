@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--moment", choices=["step", "write"], default="step")
     parser.add_argument("--nodes", action="store_true", help="each rank is a node of its own")
     parser.add_argument("--waits", type=Path, help="for this file to be there, in the third step")
+    parser.add_argument("--begun", type=Path, help="is made when training begins")
     parser.add_argument("--stock", action="store_true")
     given = parser.parse_args()
     logging.basicConfig(level="INFO")
@@ -79,7 +80,7 @@ def main() -> None:
 
         failpoints.arm(given.armed)
         trainer = TrainerWrapper(trainer)
-    notes = Notes()
+    notes = Notes(given.begun)
     trainer.add_callback(notes)
     trainer.train(resume_from_checkpoint=given.resume)
     assert ("fsdp" in given.kind) == trainer.is_fsdp_enabled
@@ -114,8 +115,13 @@ def shard_on_a_cpu() -> None:
 class Notes(TrainerCallback):
     began = -1
 
+    def __init__(self, begun: Path | None) -> None:
+        self.begun = begun
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.began = state.global_step
+        if self.begun is not None:
+            self.begun.touch()
 
 
 class Die(TrainerCallback):
