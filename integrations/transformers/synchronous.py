@@ -23,7 +23,7 @@ from easyckpt.errors import DamagedCheckpoint, EasyckptError, PeerFailed
 from easyckpt.format.trainer_names import TrainerNaming
 from easyckpt.integrations.transformers import committing, versions
 from easyckpt.integrations.transformers.options import Options
-from easyckpt.integrations.transformers.stock import step_of
+from easyckpt.integrations.transformers.stock import STATE, step_of
 from easyckpt.saving.owning import owned_root
 from easyckpt.storage.local import LocalStorage
 from easyckpt.storage.records_apart import place_of
@@ -62,7 +62,8 @@ class SynchronousRun:
     def __init__(self, trainer: Any, reason: str, options: Options, resume: Any) -> None:
         self._trainer = trainer
         args = trainer.args
-        self._begun_at: int | None = None
+        self._directory = os.path.abspath(args.output_dir)
+        self._is_first = True
         if args.process_index == 0:
             _log.warning(
                 "%s: the state is saved by the Trainer itself, while training waits, and each checkpoint is committed "
@@ -76,6 +77,8 @@ class SynchronousRun:
             if reason != SEARCH:  # whose trials may run side by side, each in a directory of its own
                 _all(self._own if self._commits else None, options)
             self.path = self._newest() if resume is True else resume
+            has_state = bool(self.path) and os.path.exists(os.path.join(self.path, STATE))
+            self._begins_at = step_of(self.path) if has_state else 0  # without one, the Trainer raises
         except BaseException:
             self._owning.close()
             raise
@@ -129,26 +132,28 @@ class SynchronousRun:
 
     def save(self, write: Callable[[], None], trial: Any) -> None:
         """Have the Trainer `write` its checkpoint, then commit it; older ones go after that."""
-        args = self._trainer.args
-        limit, step = args.save_total_limit, self._trainer.state.global_step
-        storage = place_of(_NAMING, self._trainer._get_output_dir(trial=trial))
-        _all(self._prepare if self._commits else None, storage, step)
-        args.save_total_limit = None
+        args, step = self._trainer.args, self._trainer.state.global_step
+        limit, output_dir = args.save_total_limit, args.output_dir
+        if os.path.abspath(output_dir) != self._directory:  # it is relative, and the program has gone elsewhere
+            args.output_dir = self._directory
         each_node = versions.weights_on_each_node(self._trainer.model) if args.save_on_each_node else nullcontext()
         try:
+            storage = place_of(_NAMING, self._trainer._get_output_dir(trial=trial))
+            _all(self._prepare if self._commits else None, storage, step)
+            args.save_total_limit = None
             with each_node:
                 write()
         finally:
-            args.save_total_limit = limit
+            args.save_total_limit, args.output_dir = limit, output_dir
         _all(None)
         _all(self._commit if self._commits else None, storage, step)
 
     def _prepare(self, storage: LocalStorage, step: int) -> None:
         self._check()
         storage.makedirs("")
-        if self._begun_at is None:
-            self._begun_at = 0 if self.path is None else step_of(self.path)
-            committing.set_aside(storage, self._begun_at)
+        if self._is_first:
+            committing.set_aside(storage, self._begins_at)
+            self._is_first = False
         committing.begin(storage, step)
 
     def _commit(self, storage: LocalStorage, step: int) -> None:
