@@ -101,19 +101,12 @@ def _warn_of_own_loop(trainer: Any, method: str) -> None:
     )
 
 
-def warn_of_no_steps(trainer: Any, step: int) -> None:
-    """Steps of which nobody tells that they end."""
-    _log.warning(
-        "%s has trained step %d without calling _maybe_log_save_evaluate: nothing is saved of such steps",
-        type(trainer).__name__,
-        step,
-    )
-
-
-def warn_of_no_training(trainer: Any) -> None:
-    """``train()`` has ended, and the Trainer's own training has never begun."""
-    _log.warning(
-        "%s.train() has ended without the Trainer's own training (no on_train_begin was heard): nothing was saved or "
-        "restored by easyckpt",
-        type(trainer).__name__,
-    )
+def warn_of_what_was_not_told(trainer: Any, counted: int | None) -> None:
+    """Say so where more was trained than up to step `counted`; None: the Trainer's training has not begun."""
+    name, step = type(trainer).__name__, int(trainer.state.global_step)
+    if counted is None:
+        text = "%s.train() has ended without the Trainer's own training (no on_train_begin was heard): easyckpt has "
+        trainer._easyckpt.warn_once("train", lambda: _log.warning(text + "saved and restored nothing", name))
+    elif step > counted >= 0:
+        text = "%s has trained step %d without calling _maybe_log_save_evaluate: nothing is saved of such steps"
+        trainer._easyckpt.warn_once("steps", lambda: _log.warning(text, name, step))

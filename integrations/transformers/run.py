@@ -20,7 +20,7 @@ from easyckpt.dialects import of_trainer
 from easyckpt.errors import UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
-from easyckpt.integrations.transformers import overridden, scratch, versions
+from easyckpt.integrations.transformers import overridden, scratch, unsaved, versions
 from easyckpt.integrations.transformers import progress as trainer_progress
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
@@ -30,7 +30,7 @@ from easyckpt.integrations.transformers.plan import Planner
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
-from easyckpt.integrations.transformers.unsaved import Buffers, OwnState
+from easyckpt.integrations.transformers.unsaved import OwnState
 from easyckpt.prospect import Prospect
 
 
@@ -51,6 +51,7 @@ class TrainingRun:
         self._private: str | None = None
         self._in_epoch_end = self._requested = self._rescaled = False
         self._requests = 0
+        self._own_state: OwnState | None = None
         self._snapshot_at = self._flushed_at = self._counted_at = -1
         self._best: list[int] = []
         try:
@@ -90,8 +91,7 @@ class TrainingRun:
         overridden.warn_of_own_loop(trainer, in_epoch=False)
         trainer.state.global_step = int(trainer.state.global_step)
         self.progress.trainer = trainer
-        self.progress.buffers = self._buffers()
-        self._own_state = OwnState(trainer.callback_handler.callbacks)
+        self.progress.buffers = trainer._easyckpt.buffers = unsaved.buffers_of(trainer)
         self.files.learn(trainer)
         assert self._prospect is not None
         prospect = self._prospect
@@ -119,14 +119,6 @@ class TrainingRun:
             self.data.resumed = None
         self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
         self._make_what_was_lost()
-
-    def _buffers(self) -> Buffers:
-        """Watched since the model is there: a process that resumes has them as they were made."""
-        wrapping, model = self._trainer._easyckpt, self._trainer.model
-        if wrapping.buffers is None or wrapping.buffers.model is not model:
-            wrapping.buffers = Buffers(model)
-        buffers: Buffers = wrapping.buffers
-        return buffers
 
     def _make_what_was_lost(self) -> None:
         """A checkpoint that was asked for at the step of the snapshot, and that a kill has prevented."""
@@ -161,23 +153,16 @@ class TrainingRun:
         else:
             self.data.forget()
 
-    def end_training(self) -> None:
-        """The Trainer's training has ended, or what stands in its place."""
-        if self._checkpointer is None:
-            self._trainer._easyckpt.warn_once("train", lambda: overridden.warn_of_no_training(self._trainer))
-        else:
-            self._check_told()
-
     def begin_step(self) -> None:
         """A step is about to begin."""
         overridden.warn_of_own_loop(self._trainer, in_epoch=True)
-        self._check_told()
+        if self._own_state is None:
+            self._own_state = OwnState(self._trainer.callback_handler.callbacks)
+        self.check_told()
 
-    def _check_told(self) -> None:
-        """Whatever was trained was told of."""
-        trainer, step = self._trainer, int(self._trainer.state.global_step)
-        if self._checkpointer is not None and step > self._counted_at >= 0:
-            trainer._easyckpt.warn_once("steps", lambda: overridden.warn_of_no_steps(trainer, step))
+    def check_told(self) -> None:
+        """Whether this run was told of all that was trained. Called at a step's begin, and at the end."""
+        overridden.warn_of_what_was_not_told(self._trainer, None if self._checkpointer is None else self._counted_at)
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
@@ -275,7 +260,8 @@ class TrainingRun:
         requested, self._requested = self._requested, False
         if requested and step > self._flushed_at:
             self.files.learn(self._trainer)
-            self._own_state.tell()
+            if self._own_state is not None:
+                self._own_state.tell()
             skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
             control = self._trainer.control
             control.should_save = True  # as it is when the Trainer writes its state

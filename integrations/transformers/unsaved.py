@@ -83,12 +83,18 @@ class Buffers:
             watched.changed = True
 
 
+def buffers_of(trainer: Any) -> Buffers:
+    """Watched since the model is there: a process that resumes has them as they were made."""
+    known: Buffers | None = trainer._easyckpt.buffers
+    return known if known is not None and known.model is trainer.model else Buffers(trainer.model)
+
+
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
 class OwnState:
-    """What callbacks of the program's keep for themselves, as it was when training began."""
+    """What callbacks of the program's keep for themselves, as it was before the first step."""
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         own = [callback for callback in callbacks if _keeps_for_itself(callback)]

@@ -62,7 +62,7 @@ class Outside:
             self._easyckpt.run = run
             try:
                 result = super().train(run.path, *args, **kwargs)  # type: ignore[misc]
-                run.end_training()
+                run.check_told()
                 return result
             finally:
                 self._easyckpt.run = None

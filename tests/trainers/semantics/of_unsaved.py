@@ -102,6 +102,6 @@ class Begun(TrainerCallback):
 
 def test_a_callback_that_keeps_what_no_checkpoint_has_is_named_once(out, caplog):
     with caplog.at_level(logging.WARNING, "easyckpt"):
-        make(out, callbacks=[Average(), Patience(), At(99, stop)]).train()
+        make(out, callbacks=[Average(), Patience(), Begun(), At(99, stop)]).train()
     assert caplog.text.count("the callback Average changes recent, steps, weights while training goes on") == 1
     assert caplog.text.count("the callback") == 1
