@@ -25,6 +25,10 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if self._trainer._easyckpt.run is not None:
             self._trainer._easyckpt.run.start()
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
+        if self._trainer._easyckpt.run is not None:
+            self._trainer._easyckpt.run.begin_step()
+
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
             self._trainer._easyckpt.run.begin_epoch()
@@ -35,7 +39,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
-            self._trainer._easyckpt.run.end_epoch()
+            self._trainer._easyckpt.run.end_epoch(cut=control.should_epoch_stop)
 
 
 def listen(trainer: Any) -> None:

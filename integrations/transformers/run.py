@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ import torch
 
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
-from easyckpt.errors import NoCheckpoint, UsageError
+from easyckpt.distributed.agree import all_good
+from easyckpt.errors import EasyckptError, NoCheckpoint, UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
+from easyckpt.integrations.transformers import overridden, scratch, unsaved, versions
 from easyckpt.integrations.transformers import progress as trainer_progress
-from easyckpt.integrations.transformers import scratch, versions
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
 from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
@@ -31,6 +33,7 @@ from easyckpt.integrations.transformers.plan import Planner
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
+from easyckpt.integrations.transformers.unsaved import OwnState
 from easyckpt.loading.loader import Restored
 from easyckpt.prospect import Prospect
 
@@ -50,7 +53,10 @@ class TrainingRun:
         self._prospect: Prospect | None = self._opened()
         self._checkpointer: FrameworkCheckpointer | None = None
         self._private: str | None = None
-        self._in_epoch_end = self._requested = self._rescaled = False
+        self._in_epoch_end = self._requested = self._rescaled = self._within_step = self._must_be_taken = False
+        self._trains = False
+        self._requests = 0
+        self._own_state: OwnState | None = None
         self._snapshot_at = self._flushed_at = self._counted_at = -1
         self._best: list[int] = []
         try:
@@ -58,14 +64,24 @@ class TrainingRun:
             if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
                 self.data.forget()
                 self.progress.restored = None
-            self.path = self._path_for_trainer()
-        except BaseException:
-            self._prospect.close()
+            self.path = self._agreed_path(self._prospect)
+        except BaseException as error:
+            self._prospect.close(error)
             raise
 
     def _opened(self) -> Prospect:
         root = os.path.abspath(self._trainer.args.output_dir)
         return Prospect(root, self._dialect, max_ckpt_num=self._limit, **self._options.settings())
+
+    def _agreed_path(self, prospect: Prospect) -> str | None:
+        """What the Trainer is to resume from. All ranks have it, or none goes on."""
+        path, failure = None, None
+        try:
+            path = self._path_for_trainer()
+        except (EasyckptError, OSError) as error:
+            failure = error
+        all_good(prospect.channel, "the Trainer's own state", failure, prospect.timeout)
+        return path
 
     def _path_for_trainer(self) -> str | None:
         """What the Trainer is to resume from: its own checkpoint, or a directory that only holds its state file."""
@@ -88,15 +104,27 @@ class TrainingRun:
         """Whether this run puts everything back itself, so that the Trainer's own loading has nothing to do."""
         return self.origin.ours
 
+    @property
+    def started(self) -> bool:
+        """Whether the loop has made all that it works with."""
+        return self._checkpointer is not None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the first pass over the data, or the rest of one, has begun."""
+        return self._trains
+
     # -- hooks, in the order in which a training comes to them
 
     def start(self) -> None:
         """Model, optimizer and scheduler are made: take over, and restore them."""
         trainer = self._trainer
         self._forget_private()  # the Trainer has read it; a kill would leave it for good
+        overridden.warn_of_own_loop(trainer, in_epoch=False)
         trainer.state.global_step = int(trainer.state.global_step)
         self.progress.trainer, self.progress.own = trainer, Own(trainer)
-        self.files.learn(trainer)
+        self.progress.buffers = trainer._easyckpt.buffers = unsaved.buffers_of(trainer)
+        self.files.learn_early(trainer)
         assert self._prospect is not None
         prospect = self._prospect
         state = state_of(trainer, self.progress, self.data, self.files)
@@ -106,6 +134,7 @@ class TrainingRun:
         self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save)
         handler.on_save = _heard_later
         self._keep_best()
+        self._must_be_taken = self._may_end_with_half_a_step()
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
             checkpointer.begin_at(self.origin.step, outside=self.origin.is_outside(prospect.root))
@@ -121,7 +150,10 @@ class TrainingRun:
         self.data.restore = checkpointer._restore_generators
         if trainer.args.ignore_data_skip or self._rescaled:
             self.data.resumed = None
-        self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
+        self._snapshot_at = self._counted_at = self.origin.step
+        # A snapshot in memory may be of the last whole step of a pass, whose end is still to ask for the checkpoint.
+        in_memory = self.origin.found is not None and self.origin.found.tier == "memory"
+        self._flushed_at = self.origin.step - int(in_memory)
         self._make_what_was_lost()
 
     def _make_what_was_lost(self) -> None:
@@ -133,6 +165,7 @@ class TrainingRun:
         if found is not None and found.tier == "memory" and asked and not self.saves.known(step):
             assert self._checkpointer is not None
             self.saves.add(step, self._checkpointer.save(step))
+            self._flushed_at = step
 
     def same_batches(self, size: Any) -> bool:
         """Whether batches are of the `size` that they had. If not, the Trainer's own reckoning says where to go on."""
@@ -149,7 +182,7 @@ class TrainingRun:
         found = self.origin.found
         checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
         self._prospect = self._opened()
-        self._best, self._requested = [], False
+        self._best, self._requested, self._trains = [], False, False
         if found is not None:
             self._look_again(self._prospect, found)
         elif self.origin.elsewhere is not None:
@@ -168,14 +201,29 @@ class TrainingRun:
             again = prospect.look(state)
         self.origin = dataclasses.replace(self.origin, step=again.step, found=again)
 
+    def begin_step(self) -> None:
+        """A step is about to begin."""
+        overridden.warn_of_own_loop(self._trainer, in_epoch=True)
+        if self._own_state is None:
+            self._own_state = OwnState(self._trainer.callback_handler.callbacks)
+        self.check_told()
+
+    def check_told(self) -> None:
+        """Whether this run was told of all that was trained. Called at a step's begin, and at the end."""
+        overridden.warn_of_what_was_not_told(self._trainer, None if self._checkpointer is None else self._counted_at)
+
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
-        self._in_epoch_end = False
+        self._in_epoch_end, self._trains = False, True
         self.data.begin_epoch()
 
-    def end_epoch(self) -> None:
-        """The last step of a pass has ended; what belongs to the end of the epoch comes now."""
+    def end_epoch(self, *, cut: bool) -> None:
+        """The last step of a pass has ended; what belongs to the end of the epoch comes now.
+
+        `cut`: a callback has ended the epoch. Where training as a whole ends early, the pass is not over.
+        """
         self._in_epoch_end = True
+        self.data.cut = cut
 
     def log(self, values: Mapping[str, Any]) -> None:
         """The Trainer has logged `values`: they are kept with the snapshot, and beside the checkpoints."""
@@ -187,6 +235,7 @@ class TrainingRun:
         """The Trainer wants a checkpoint of this step. `metrics`: up to 4.46, by which it is judged here."""
         trainer = self._trainer
         self._requested = True
+        self._requests += 1
         if trainer.hp_search_backend is None:
             trainer.store_flos()
         state = trainer.state
@@ -202,14 +251,17 @@ class TrainingRun:
         """Within it, the program's own ``_save_checkpoint`` finds the checkpoint's directory, and may write into it."""
         directory = self.saves.path(self._trainer.state.global_step)
         mine = self._trainer.args.should_save and not os.path.lexists(directory)
+        before = self._requests
         if mine:
             scratch.make_at(directory)
         try:
             yield
         finally:
-            if mine:
+            if mine and self._requests > before:
                 self.files.added = scratch.read_all(directory)
                 scratch.remove(directory)
+            elif mine:  # what it has written is a checkpoint of its own
+                scratch.remove_empty(directory)
 
     def _keep_best(self) -> None:
         """What the Trainer's state names as the best checkpoint stays, and the one before it until that is there."""
@@ -219,6 +271,11 @@ class TrainingRun:
             assert self._checkpointer is not None
             policy = self._checkpointer.policy
             self._checkpointer.policy = dataclasses.replace(policy, chosen=tuple(self._best))
+
+    def trained(self, loss: torch.Tensor) -> torch.Tensor:
+        """A batch was trained on. Returns what the Trainer is to take for its `loss`."""
+        self._within_step = True
+        return self.carried.added_to(loss)
 
     def end_step(self, loss: torch.Tensor) -> None:
         """The Trainer has logged and evaluated: the state of the step is complete, unless its epoch ends with it."""
@@ -230,12 +287,13 @@ class TrainingRun:
         if step > self._counted_at:
             self.data.place.updates += step - self._counted_at
             self._counted_at = step
+        half, self._within_step = self._within_step and self._in_epoch_end, False
         if not self._in_epoch_end and self._epoch_ends():
             return
         preempted = step > self._snapshot_at and checkpointer.preempted
         if preempted:
             self.request_save()
-        self._take(step)
+        self._take(step, half=half)
         self.saves.deliver(step)
         if preempted:
             trainer.control.should_training_stop = True
@@ -254,26 +312,49 @@ class TrainingRun:
         over = control.should_training_stop and step >= trainer.state.max_steps
         return self.data.at_end or control.should_epoch_stop or over
 
-    def _take(self, step: int) -> None:
+    def _take(self, step: int, *, half: bool) -> None:
+        """Snapshot the step, and flush it where that was asked for. `half`: gradients of the next one are there.
+
+        These are no state, so what was taken when the step ended is flushed then: resumed, the half step is done again.
+        """
         checkpointer = self._checkpointer
         assert checkpointer is not None
         requested, self._requested = self._requested, False
         if requested and step > self._flushed_at:
-            self.files.learn(self._trainer)
-            skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
-            control = self._trainer.control
-            control.should_save = True  # as it is when the Trainer writes its state
-            waits = self._options.on_save == "wait"  # so the snapshot must be whole before the next optimizer step
-            future = checkpointer.save(step) if waits else checkpointer.flush(step, skip=skip)
-            control.should_save = False
-            self.files.added = {}
-            self.saves.add(step, future)
+            taken = checkpointer.flush_taken(step) if half and step == self._snapshot_at else None
+            self.saves.add(step, self._flush(step) if taken is None else taken)
+            self.files.let_go()
             self._flushed_at = self._snapshot_at = step
-            if waits:
+            if self._options.on_save == "wait":
                 self.saves.deliver(step, wait=True)
         elif step > self._snapshot_at:
-            checkpointer.save_if_needed(step)
+            (checkpointer.take if self._must_be_taken else checkpointer.save_if_needed)(step)
             self._snapshot_at = step
+
+    def _may_end_with_half_a_step(self) -> bool:
+        """Whether each step may turn out to be the last whole one of its pass, with a checkpoint at the pass's end."""
+        args, loader = self._trainer.args, self._trainer.callback_handler.train_dataloader
+        with contextlib.suppress(TypeError, NotImplementedError):
+            if len(loader) >= 0:
+                return False
+        at_the_end = args.save_strategy in ("epoch", "best") and self._options.back_pressure == "wait"
+        return bool(at_the_end and args.gradient_accumulation_steps > 1)
+
+    def _flush(self, step: int) -> Future[int]:
+        """Snapshot the step as it is now, and flush that."""
+        checkpointer, control = self._checkpointer, self._trainer.control
+        assert checkpointer is not None
+        self.files.learn(self._trainer)
+        if self._own_state is not None:
+            self._own_state.tell()
+        control.should_save = True  # as it is when the Trainer writes its state
+        try:
+            if self._options.on_save == "wait":  # so the snapshot must be whole before the next optimizer step
+                return checkpointer.save(step)
+            skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
+            return checkpointer.flush(step, skip=skip)
+        finally:
+            control.should_save = False
 
     def _must_be_made(self, step: int) -> bool:
         """Whether this checkpoint may not be skipped for the sake of speed: nothing will come in its place."""

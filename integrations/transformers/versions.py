@@ -18,35 +18,10 @@ from typing import Any
 import accelerate
 import safetensors.torch
 import torch
-import transformers
-from packaging.version import Version
 from transformers import PreTrainedModel, Trainer
-
-from easyckpt.errors import ConfigError
-
-OLDEST, TESTED = Version("4.46"), (Version("4.57.6"), Version("5.24.0"))
-OLDEST_ACCELERATE = Version("1.0")
-HERE = Version(transformers.__version__)
 
 #: (path, tensors by key, metadata) of each file of tensors that was to be written.
 Captured = list[tuple[str, Mapping[str, torch.Tensor], Mapping[str, str] | None]]
-
-
-def check() -> None:
-    """Raise ConfigError where the versions that are installed cannot be wrapped."""
-    if HERE.release < OLDEST.release:
-        raise ConfigError(
-            f"transformers {HERE} is installed; easyckpt wraps the Trainer of {OLDEST} and newer: upgrade transformers"
-        )
-    if Version(accelerate.__version__).release < OLDEST_ACCELERATE.release:
-        raise ConfigError(
-            f"accelerate {accelerate.__version__} is installed; easyckpt needs {OLDEST_ACCELERATE} or newer: upgrade it"
-        )
-    if HERE.major > max(TESTED).major:
-        raise ConfigError(
-            f"transformers {HERE} is installed; this version of easyckpt knows those up to {max(TESTED).major}.x: "
-            "upgrade easyckpt"
-        )
 
 
 class _Capturing(threading.local):
@@ -199,9 +174,11 @@ def loss_in_all(trainer: Any) -> float:
 
 
 def saves_as_ever(trainer: Any, ours: tuple[type, ...]) -> bool:
-    """Whether transformers alone saves the model, so that its files depend on nothing of the program's."""
+    """Whether transformers, or peft, alone saves the model, so that its files depend on nothing of the program's."""
     stock = all(is_stock(type(trainer), method, ours) for method in ("save_model", "_save"))
-    return stock and getattr(type(trainer.model), "save_pretrained", None) is PreTrainedModel.save_pretrained
+    saving = getattr(type(trainer.model), "save_pretrained", None)
+    known = saving is PreTrainedModel.save_pretrained or getattr(saving, "__module__", "").startswith("peft.")
+    return stock and known
 
 
 @contextlib.contextmanager
