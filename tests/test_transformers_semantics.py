@@ -22,13 +22,20 @@ from tests.trainers.scenarios import TABLE
 DAMAGE = "damage_in_any_file"
 #: Of methods that a subclass overrides, what is asked each time.
 RARE = "of_overridden and not (left_alone or known_here or never_called)"
+#: And of directories in which another kind of training has saved.
+TAKEN = "of_taking_over and not (flipped_byte or is_verified)"
 SAMPLE = "layout or hold or best or callbacks or stock or line or twice or newest or added or writer or interrupt"
 #: The modules are not called as tests are: here, without transformers, nobody is to import them.
 NAMED = ("-o", "python_files=of_*.py")
 
 
 @pytest.mark.parametrize(
-    ("version", "chosen"), [("5", f"not {DAMAGE} and not ({RARE})"), ("4", SAMPLE), ("5", f"{DAMAGE} and flipped")]
+    ("version", "chosen"),
+    [
+        ("5", f"not {DAMAGE} and not ({RARE}) and not ({TAKEN})"),
+        ("4", f"({SAMPLE}) and not of_taking_over"),
+        ("5", f"{DAMAGE} and flipped"),
+    ],
 )
 def test_semantics(version, chosen):
     all_pass(version, chosen)
