@@ -31,6 +31,7 @@ from easyckpt.integrations.transformers.plan import Planner
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
+from easyckpt.integrations.transformers.stops import Stops
 from easyckpt.prospect import Prospect
 
 
@@ -97,6 +98,8 @@ class TrainingRun:
         handler = trainer.callback_handler
         self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save)
         handler.on_save = _heard_later
+        self.stops = Stops(handler.on_substep_end, lambda: self._requested)
+        handler.on_substep_end = self.stops.on_substep_end
         self._keep_best()
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
@@ -136,7 +139,7 @@ class TrainingRun:
         if self._checkpointer is None:
             return
         self.progress.trainer = None
-        vars(self._trainer.callback_handler).pop("on_save", None)
+        self._let_go_of_events()
         checkpointer, self._checkpointer = self._checkpointer, None
         checkpointer.leave()
         self._prospect = self._opened()
@@ -177,6 +180,10 @@ class TrainingRun:
         if best and trainer.args.save_strategy != "no" and (best == state.global_step or self.saves.known(best)):
             state.best_model_checkpoint = self.saves.path(best)
         self._keep_best()
+
+    def make_way(self) -> None:
+        """The checkpoint's directory may have been made already, with nothing in it."""
+        self.saves.make_way(self._trainer.state.global_step)
 
     @contextlib.contextmanager
     def files_added(self) -> Iterator[None]:
@@ -293,9 +300,13 @@ class TrainingRun:
             return checkpointer.close  # nothing was left to do but the checkpoint that a kill has prevented
         return checkpointer.leave
 
+    def _let_go_of_events(self) -> None:
+        for name in ("on_save", "on_substep_end"):
+            vars(self._trainer.callback_handler).pop(name, None)
+
     def _tidy(self) -> None:
         self.progress.trainer = None
-        vars(self._trainer.callback_handler).pop("on_save", None)
+        self._let_go_of_events()
         if self._private is not None:
             scratch.remove(self._private)
 

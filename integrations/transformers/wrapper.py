@@ -65,6 +65,8 @@ class Outside:
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run = self._easyckpt.run
+        if run is not None:
+            run.make_way()
         if run is None or versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self))):
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
         else:

@@ -1,4 +1,4 @@
-"""trl's trainers, where trl is installed: each keeps metrics and counters of its own, and most make batches their way."""
+"""trl's trainers, where trl is installed: each keeps metrics and counters of its own, and batches its own way."""
 
 from __future__ import annotations
 
