@@ -59,7 +59,7 @@ class FrameworkCheckpointer(Checkpointer):
     @guarded
     def load_found(self, found: Restored, *, explicit: bool) -> Restored:
         """Restore what a Prospect has found before. `explicit`: the user has named that very step."""
-        return self._load(step=found.step, strict=True, components=None, explicit=explicit)
+        return self._load(step=found.step, timeline=found.timeline, strict=True, components=None, explicit=explicit)
 
     @guarded
     def load_elsewhere(self, path: str) -> Restored:
@@ -77,14 +77,18 @@ class FrameworkCheckpointer(Checkpointer):
             open_checkpoint=self._opened.dialect.open,
             timeout=self._config.peer_timeout,
         )
-        self._begin_at(restored.step, self._known_line(restored.timeline))
+        line = self._known_line(restored.timeline)
+        self._begin_at(Origin(restored.step, line, explicit=True, outside=line is None))
         self._generators = RngComponent().value()
         return restored
 
     @guarded
-    def begin_at(self, step: int) -> None:
-        """Your objects are at `step` by other means than `load` (0: from nothing): the next save opens a line."""
-        self._begin_at(step)
+    def begin_at(self, step: int, *, outside: bool = False) -> None:
+        """Your objects are at `step` by other means than `load` (0: from nothing): the next save opens a line.
+
+        `outside`: by something that is not in this root, so what is here stays where it is.
+        """
+        self._begin_at(Origin(step, None, explicit=True, outside=outside))
 
     def _known_line(self, timeline: str | None) -> str | None:
         """`timeline`, if the root has such a line."""
@@ -96,17 +100,17 @@ class FrameworkCheckpointer(Checkpointer):
         known = done_by_rank_0(self._channel, self._ranks, "the root's lines", look, self._config.peer_timeout)
         return timeline if timeline in known else None
 
-    def _begin_at(self, step: int, timeline: str | None = None) -> None:
+    def _begin_at(self, origin: Origin) -> None:
         self._check_open()
-        self._saver.go_on_from(Origin(step, timeline, explicit=True), adopted=None, committed=-1)
-        self._step = step if step else -1
+        self._saver.go_on_from(origin, adopted=None, committed=-1)
+        self._step = origin.step if origin.step else -1
 
     @guarded
-    def leave(self) -> None:
+    def leave(self, *, keep_memory: bool = False) -> None:
         """End where the newest snapshot is not wanted on storage: flushes that were asked for are waited for."""
         if not (self._inert() or self._farewell.begun):
             try:
                 self._saver.wait(self._config.close_timeout)
             finally:
-                self._farewell.leave()
+                self._farewell.leave(keep_arena=keep_memory)
                 ending.forget(self)

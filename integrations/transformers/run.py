@@ -17,7 +17,7 @@ import torch
 
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
-from easyckpt.errors import UsageError
+from easyckpt.errors import NoCheckpoint, UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import progress as trainer_progress
@@ -32,6 +32,7 @@ from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
 from easyckpt.integrations.transformers.stops import Stops
+from easyckpt.loading.loader import Restored
 from easyckpt.prospect import Prospect
 
 
@@ -74,8 +75,14 @@ class TrainingRun:
         if self.progress.restored is None:  # an audit has it left out
             raise UsageError(f"without the component {PROGRESS!r} nothing tells where training goes on")
         self._private = scratch.make("resume")
-        scratch.write(self._private, STATE_FILE, trainer_progress.state_json(self.progress.restored))
+        self._tell_trainer()
         return self._private
+
+    def _tell_trainer(self) -> None:
+        """Write the state that the Trainer reads."""
+        assert self._private is not None
+        assert self.progress.restored is not None
+        scratch.write(self._private, STATE_FILE, trainer_progress.state_json(self.progress.restored))
 
     @property
     def restores(self) -> bool:
@@ -103,7 +110,7 @@ class TrainingRun:
         self._keep_best()
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
-            checkpointer.begin_at(self.origin.step)
+            checkpointer.begin_at(self.origin.step, outside=self.origin.is_outside(prospect.root))
             self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
             return
         if self.origin.found is not None:
@@ -141,16 +148,26 @@ class TrainingRun:
         self.progress.trainer = None
         self._let_go_of_events()
         checkpointer, self._checkpointer = self._checkpointer, None
-        checkpointer.leave()
+        found = self.origin.found
+        checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
         self._prospect = self._opened()
         self._best, self._requested = [], False
-        if self.origin.found is not None:
-            found = self._prospect.look({PROGRESS: self.progress, DATA: self.data}, step=self.origin.step)
-            self.origin = dataclasses.replace(self.origin, found=found)
+        if found is not None:
+            self._look_again(self._prospect, found)
         elif self.origin.elsewhere is not None:
             self._prospect.look_elsewhere(self.origin.elsewhere, {PROGRESS: self.progress, DATA: self.data})
         else:
             self.data.forget()
+
+    def _look_again(self, prospect: Prospect, found: Restored) -> None:
+        """Go on from where the loop before did; where newer steps have taken its place, from the newest of them."""
+        state = {PROGRESS: self.progress, DATA: self.data}
+        try:
+            again = prospect.look(state, step=found.step, timeline=found.timeline)
+        except NoCheckpoint:
+            again = prospect.look(state)
+        self.origin = dataclasses.replace(self.origin, step=again.step, found=again)
+        self._tell_trainer()
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""

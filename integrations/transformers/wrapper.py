@@ -39,11 +39,12 @@ class Outside:
         trial = kwargs.get("trial", args[0] if args else None)
         reason = synchronous.why(self, trial)
         if reason is not None:
-            self._easyckpt.synchronous = synchronous.SynchronousRun(self, reason, resume_from_checkpoint)
-            try:
-                return super().train(self._easyckpt.synchronous.path, *args, **kwargs)  # type: ignore[misc]
-            finally:
-                self._easyckpt.synchronous = None
+            with SynchronousRun(self, reason, self._easyckpt.options, resume_from_checkpoint) as stock:
+                self._easyckpt.synchronous = stock
+                try:
+                    return super().train(stock.path, *args, **kwargs)  # type: ignore[misc]
+                finally:
+                    self._easyckpt.synchronous = None
         listen(self)
         _warn_of_own_loading(self)
         with TrainingRun(self, self._easyckpt.options, resume_from_checkpoint) as run:

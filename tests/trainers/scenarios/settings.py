@@ -40,7 +40,7 @@ def judged_by_batches() -> Setup:
 
 @scenario(until=13)
 def many_at_once() -> Setup:
-    """Smoothed labels, grouped lengths, bfloat16, recomputed activations, steps of three batches."""
+    """Smoothed labels, lengths grouped, bfloat16, recomputed activations, a dropped last batch, accumulation."""
     arguments = {"label_smoothing_factor": 0.1, "group_by_length": True, "bf16": True, "gradient_checkpointing": True}
     arguments |= {"dataloader_drop_last": True, "gradient_accumulation_steps": 3, "eval_on_start": True}
     arguments |= {"eval_strategy": "steps", "eval_steps": 4, "dataloader_num_workers": 2, "logging_steps": 4}

@@ -1,4 +1,4 @@
-"""trl's trainers, where trl is installed: each keeps metrics and counters of its own, and batches its own way."""
+"""trl's trainers, where trl is installed: each keeps metrics and counters of its own; most make batches their way."""
 
 from __future__ import annotations
 
