@@ -33,6 +33,7 @@ from easyckpt.integrations.transformers.plan import Planner
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
+from easyckpt.integrations.transformers.stops import Stops
 from easyckpt.integrations.transformers.unsaved import OwnState
 from easyckpt.loading.loader import Restored
 from easyckpt.prospect import Prospect
@@ -133,6 +134,8 @@ class TrainingRun:
         handler = trainer.callback_handler
         self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save)
         handler.on_save = _heard_later
+        self.stops = Stops(handler.on_substep_end, lambda: self._requested)
+        handler.on_substep_end = self.stops.on_substep_end
         self._keep_best()
         self._must_be_taken = self._may_end_with_half_a_step()
         self.data.on_batch = checkpointer._position.on_batch
@@ -177,7 +180,7 @@ class TrainingRun:
         if self._checkpointer is None:
             return
         self.progress.trainer = None
-        vars(self._trainer.callback_handler).pop("on_save", None)
+        self._let_go_of_events()
         checkpointer, self._checkpointer = self._checkpointer, None
         found = self.origin.found
         checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
@@ -245,6 +248,10 @@ class TrainingRun:
         if best and trainer.args.save_strategy != "no" and (best == state.global_step or self.saves.known(best)):
             state.best_model_checkpoint = self.saves.path(best)
         self._keep_best()
+
+    def make_way(self) -> None:
+        """The checkpoint's directory may have been made already, with nothing in it."""
+        self.saves.make_way(self._trainer.state.global_step)
 
     @contextlib.contextmanager
     def files_added(self) -> Iterator[None]:
@@ -393,9 +400,13 @@ class TrainingRun:
             return checkpointer.close  # nothing was left to do but the checkpoint that a kill has prevented
         return checkpointer.leave
 
+    def _let_go_of_events(self) -> None:
+        for name in ("on_save", "on_substep_end"):
+            vars(self._trainer.callback_handler).pop(name, None)
+
     def _tidy(self) -> None:
         self.progress.trainer = None
-        vars(self._trainer.callback_handler).pop("on_save", None)
+        self._let_go_of_events()
         self._forget_private()
 
     def _forget_private(self) -> None:

@@ -84,6 +84,8 @@ class Outside:
         wrapping, run, name = self._easyckpt, self._easyckpt.run, "_save_checkpoint"
         wrapping.reached.discard(name)
         write = functools.partial(super()._save_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        if run is not None:
+            run.make_way()
         if wrapping.synchronous is not None:  # with all that the program itself adds
             trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
             wrapping.synchronous.save(write, trial)
