@@ -19,7 +19,7 @@ import torch
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
 from easyckpt.distributed.agree import all_good
-from easyckpt.errors import EasyckptError, NoCheckpoint, UsageError
+from easyckpt.errors import EasyckptError, NoCheckpoint, PeerFailed, UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import progress as trainer_progress
@@ -76,7 +76,10 @@ class TrainingRun:
             path = self._path_for_trainer()
         except (EasyckptError, OSError) as error:
             failure = error
-        all_good(prospect.channel, "the Trainer's own state", failure, prospect.timeout)
+        try:
+            all_good(prospect.channel, "the Trainer's own state", failure, prospect.timeout)
+        except PeerFailed as error:  # another rank may have ended already, for the failure that this one has told it
+            raise failure or error from None
         return path
 
     def _path_for_trainer(self) -> str | None:

@@ -168,8 +168,8 @@ def _warn_of_own_training(trainer: Any) -> None:
     own = [one for one in ("train", "_inner_training_loop") if not versions.is_stock(type(trainer), one, ours)]
     if own:
         _log.warning(
-            "%s overrides %s, which is handed a directory that holds the Trainer's state alone, since easyckpt restores "
-            "the rest: what it would load from the checkpoint beside that is not there",
+            "%s overrides %s, which is handed a directory with the Trainer's state alone: what it would load from "
+            "the checkpoint beside that is not there",
             type(trainer).__name__,
             ", ".join(own),
         )

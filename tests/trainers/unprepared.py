@@ -1,4 +1,4 @@
-"""A training on two ranks that is resumed where one of them cannot make what its Trainer is to read. Says what comes."""
+"""A training on two ranks that is resumed where one of them cannot make what its Trainer is to read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> None:
         tempfile.tempdir = os.path.join(out, "nowhere")
     try:
         trainer(out).train(resume_from_checkpoint=True)
-    except Exception as error:  # noqa: BLE001 - whatever it is
+    except Exception as error:
         Path(f"{record}.{os.environ['RANK']}").write_text(f"{type(error).__name__}: {error}")
     sys.stdout.flush()
 
