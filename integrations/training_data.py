@@ -78,6 +78,8 @@ class TrainingData:
         self.cut = False
         """The program leaves the pass before its data end."""
         self._exhausted = True
+        self.counted = False
+        """The program reads as many batches as a bare loader has, and asks for one more in a resumed pass alone."""
         self.on_batch: Callable[[str, Any], None] | None = None
         """Hears of each batch that is trained on, for an audit."""
         self._untold: list[Any] = []
@@ -164,6 +166,9 @@ class TrainingData:
             if batch is _END:
                 if a_pass.resumed is not None and number < group:  # what was read ahead was the incomplete end
                     a_pass.set_now()
+                if a_pass.resumed is not None and not group and self.counted:
+                    set_host_generators(place.ahead)
+                    _set_all(a_pass.own, place.own_ahead)
                 break
             if number % max(1, group) == 0:
                 self._ahead_from = self._fetched

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.launch import REPOSITORY, VERSIONS, quiet, run
+from easyckpt import catalog
+from easyckpt.contents import Opened
+from easyckpt.contents.held import Held
+from easyckpt.storage.records_apart import open_place
+from tests.trainers.launch import REPOSITORY, VERSIONS, python_of, quiet, run
+from tests.trainers.matrix import Trial
+from tests.trainers.scenarios import TABLE
 
 #: Damage in each kind of file is the same with both versions, and so is what the older one is not asked here. Names of
 #: modules count as those of tests do: none has one of these words.
@@ -51,6 +57,40 @@ def test_a_listener_on_one_rank_alone_holds_up_nobody(version, tmp_path):
     assert ended.codes == [0, 0], ended.said
     assert json.loads(Path(f"{record}.0").read_text()) == list(range(2, 25, 2))
     assert json.loads(Path(f"{record}.1").read_text()) == []
+
+
+def test_what_ddp_keeps_equal_of_adapters_is_stored_once(tmp_path):
+    Trial(TABLE["ddp_lora"], VERSIONS[-1], tmp_path).straight()
+    storage, naming = open_place(tmp_path / "straight-wrapped")
+    with Opened(storage, catalog.inspect(storage, "checkpoint-20", naming)) as checkpoint:
+        first, second = (written_in(checkpoint.held(rank)) for rank in (0, 1))
+    assert {"model", "optimizer"} <= first
+    assert second.isdisjoint({"model", "optimizer"})
+
+
+def written_in(held: Held) -> set[str]:
+    """Components of which this rank has written a tensor."""
+    return {leaf.path[0] for leaf, mine in zip(held.layout.leaves, held.written, strict=True) if mine}
+
+
+OLD = """
+import sys
+import transformers.trainer_callback
+transformers = sys.modules["transformers"]
+transformers.__version__ = "4.38.0"
+del transformers.trainer_callback.ExportableState  # which came with 4.42
+try:
+    from easyckpt.integrations.transformers import TrainerWrapper
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_an_old_version_is_named_before_what_it_lacks():
+    program = [python_of(VERSIONS[-1]), "-c", OLD]
+    environment = {**os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("ConfigError transformers 4.38.0 is installed")
 
 
 @pytest.mark.soak

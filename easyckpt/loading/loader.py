@@ -7,10 +7,9 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from easyckpt import catalog
 from easyckpt.distributed.agree import done_by_rank_0
@@ -22,7 +21,7 @@ from easyckpt.format.layout import NamingScheme
 from easyckpt.format.manifest import RootRecord
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.progress import newest_step_logged, steps_lost
-from easyckpt.loading.reader import OpenCheckpoint, Submit
+from easyckpt.loading.reader import OpenCheckpoint, Submit, telling
 from easyckpt.loading.resolve import Candidate, candidates, no_such_step
 from easyckpt.loading.snapshot import Snapshot, open_memory
 from easyckpt.memory.arena import Arena
@@ -33,8 +32,6 @@ from easyckpt.state.components import Component
 from easyckpt.storage.base import Storage
 
 logger = logging.getLogger("easyckpt")
-
-Result = TypeVar("Result")
 
 #: Lines of a list in a message.
 _SHOWN = 20
@@ -212,7 +209,7 @@ class Loader:
                 world_size=world_size,
                 attempt=candidate.attempt,
                 image=None if slot is None else slot.image,
-                submit=self._submit_as_it_gets_on,
+                submit=telling(self._submit, self._channel.busy),
             )
         finally:
             if slot is not None:
@@ -222,11 +219,6 @@ class Loader:
                 else:
                     snapshot.on_close = release
         return snapshot
-
-    def _submit_as_it_gets_on(self, job: Callable[[], Result], /) -> Future[Result]:
-        """What the reader hands over was just read: ranks that have less to read go on waiting for this one."""
-        self._channel.busy()
-        return self._submit(job)
 
     def _borrowed_slot(self, candidate: Candidate) -> Slot | None:
         """A free slot is memory that is there already; fresh memory would have to be touched first."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import recipe, versions
+from easyckpt.integrations.transformers.beside import Beside
 from easyckpt.integrations.transformers.names import (
+    ARGUMENTS_FILE,
+    BESIDE,
     DATA,
     FILES,
     MODEL,
@@ -19,9 +24,14 @@ from easyckpt.integrations.transformers.names import (
     PROGRESS,
     SCALER,
     SCHEDULER,
+    WEIGHTS,
 )
 from easyckpt.integrations.transformers.progress import Progress
-from easyckpt.state.modules import unwrap
+from easyckpt.integrations.transformers.sayings import what_is_saved
+from easyckpt.state.modules import replicated_parameters, unwrap
+from easyckpt.state.objects import ForeignComponent
+
+_log = logging.getLogger("easyckpt")
 
 #: Buffers that training changes in modules whose parameters are frozen.
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -31,11 +41,11 @@ class Adapters:
     """The trained part of a model with adapters: the frozen rest is loaded by the program, as without easyckpt."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters that are trained, buffers of modules that hold some, and running statistics, frozen or not."""
-        model = unwrap(self._model)
+        model = unwrap(self.model)
         found: dict[str, torch.Tensor] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -60,6 +70,22 @@ class Adapters:
                 tensor.copy_(state[name])
 
 
+class _Trained(ForeignComponent):
+    """Adapters are equal on all ranks where DDP keeps them so."""
+
+    @override
+    def replicated(self) -> Iterator[torch.Tensor]:
+        return replicated_parameters(self.target.model)
+
+
+class _Kept(ForeignComponent):
+    """Something that says which of its tensors are not written while training goes on."""
+
+    @override
+    def constant(self) -> Iterable[torch.Tensor]:
+        return self.target.constant()  # type: ignore[no-any-return]
+
+
 class Files:
     """The files that the model is saved as, so that a snapshot alone can become a checkpoint."""
 
@@ -71,21 +97,52 @@ class Files:
         """What the files were made of, where that says all of them."""
         self.added: dict[str, bytes] = {}
         """Files that the program adds to this step's checkpoint by itself."""
+        self._said = False
 
     def learn(self, trainer: Any) -> None:
         """Have the Trainer say which they are now. All ranks call it: a program's own saving may wait for all."""
         live = live_tensors(trainer)
-        if versions.saves_as_ever(trainer, _ours(trainer)):
-            look = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()]
-            seen = (id(trainer.model), trainer.model.config.to_json_string(), look)
-            if seen == self._seen and not self._recipe.copies:
-                self._learnt_at = int(trainer.state.global_step)
-                return
-            self._seen = seen
-        fresh = recipe.learn(trainer, live, MODEL, FILES)
-        if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
-            self._recipe, self._value = fresh, _tensors_of(fresh)
+        if self._seen is None or _look(trainer, live) != self._seen:
+            fresh = recipe.learn(trainer, live, MODEL, FILES)
+            self._look_for_weights(trainer, fresh, live)
+            if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
+                self._recipe, self._value = fresh, _tensors_of(fresh)
+            known = not fresh.copies and versions.saves_as_ever(trainer, ours(trainer))
+            self._seen = _look(trainer, live) if known else None  # only now: saving writes into the configuration
         self._learnt_at = int(trainer.state.global_step)
+
+    def learn_early(self, trainer: Any) -> None:
+        """As `learn`, before anything is to be saved: for a checkpoint that nobody asks for. It may fail."""
+        try:
+            self.learn(trainer)
+        except Exception as error:  # noqa: BLE001 - what a model, or a program, does not know how to save is its own
+            _log.warning(
+                "%s.save_model() has failed before training began (%s: %s). A checkpoint of a job that is ended before "
+                "its first save will have no files of the model",
+                type(trainer).__name__,
+                type(error).__name__,
+                error,
+            )
+        self.let_go()
+
+    def let_go(self) -> None:
+        """The snapshot is taken: what belongs to its step alone need not be in those that follow."""
+        self.added = {}
+        if self._recipe.copies:
+            self._recipe.copies = self._value["tensors"] = {}
+            self._learnt_at = -1
+
+    def _look_for_weights(self, trainer: Any, fresh: recipe.Recipe, live: Mapping[str, torch.Tensor]) -> None:
+        """Say it once where the Trainer saves no weights."""
+        some = fresh.weights or any(name.endswith(WEIGHTS) and name != ARGUMENTS_FILE for name in fresh.small)
+        if some or self._said or not live or not trainer.args.should_save:
+            return
+        self._said = True
+        _log.warning(
+            "%s.save_model() writes no file of weights that easyckpt knows: checkpoints have none either, and only "
+            "easyckpt can go on from them",
+            type(trainer).__name__,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """As tensors, which cost a copy at each step and nothing else.
@@ -95,8 +152,16 @@ class Files:
         added = {name: _bytes(content) for name, content in self.added.items()}
         return {ASIDE: {**self._value, "added": added, "learnt_at": self._learnt_at}}
 
+    def constant(self) -> list[torch.Tensor]:
+        """Files that were learnt: a tokenizer's may be large."""
+        return [self._value["recipe"], *self._value["small"].values()]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing of it is wanted back: the files are made anew of the live objects."""
+
+
+def _look(trainer: Any, live: Mapping[str, torch.Tensor]) -> Any:
+    return what_is_saved(trainer), [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()]
 
 
 def _tensors_of(made: recipe.Recipe) -> dict[str, Any]:
@@ -134,19 +199,22 @@ def state_of(trainer: Any, progress: Progress, data: TrainingData, files: Files)
     wrapped = trainer.model_wrapped
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     state: dict[str, Any] = {
-        MODEL: Adapters(wrapped) if has_adapters(wrapped) else wrapped,
+        MODEL: _Trained(MODEL, Adapters(wrapped)) if has_adapters(wrapped) else wrapped,
         OPTIMIZER: getattr(optimizer, "optimizer", optimizer),
         SCHEDULER: getattr(scheduler, "scheduler", scheduler),
-        PROGRESS: progress,
+        PROGRESS: _Kept(PROGRESS, progress),
         DATA: data,
-        FILES: files,
+        FILES: _Kept(FILES, files),
     }
     scaler = getattr(trainer.accelerator, "scaler", None)
     if scaler is not None:
         state[SCALER] = scaler
+    beside = Beside(trainer)
+    if beside:
+        state[BESIDE] = beside
     return state
 
 
-def _ours(trainer: Any) -> tuple[type, ...]:
+def ours(trainer: Any) -> tuple[type, ...]:
     """The classes of ours that extend the Trainer's."""
     return tuple(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("easyckpt."))

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
 
 from easyckpt.integrations import tracked_loader
 from easyckpt.integrations.training_data import TrainingData
@@ -48,6 +49,7 @@ def track(loader: Any, data: TrainingData) -> Any:
     """Have the passes over the training data reported to `data`."""
     versions.leave_skipping(tracked_loader.skip_batches)
     tracked = tracked_loader.track(loader, data)
+    data.counted = has_length(loader)  # up to 4.57, a resumed epoch asks for as many as a whole one
     if not tracked_loader.is_tracked(tracked):
         _log.warning(
             "the training data come from a %s, whose position is not known exactly: a resumed run skips batches as the "

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from easyckpt.format.layout import SAFETENSORS, TORCH_FILES
+from easyckpt.format.trainer_names import STATE_FILE
 
-STATE_FILE = "trainer_state.json"
+__all__ = [
+    "ARGUMENTS_FILE", "DATA", "FILES", "MODEL", "OPTIMIZER", "OPTIMIZER_FILE", "PROGRESS", "SCALER", "SCALER_FILE",
+    "SCHEDULER", "SCHEDULER_FILE", "STATE_FILE", "WEIGHTS", "rng_file",
+]  # fmt: skip
+
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
 SCALER_FILE = "scaler.pt"
@@ -14,7 +19,7 @@ ARGUMENTS_FILE = "training_args.bin"
 WEIGHTS = (SAFETENSORS, ".bin", *TORCH_FILES)
 
 MODEL, OPTIMIZER, SCHEDULER, SCALER = "model", "optimizer", "scheduler", "scaler"
-PROGRESS, DATA, FILES = "trainer", "data", "files"
+PROGRESS, DATA, FILES, BESIDE = "trainer", "data", "files", "beside"
 
 
 def rng_file(rank: int, world_size: int) -> str:

@@ -28,6 +28,7 @@ from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
 from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
 from easyckpt.integrations.transformers.options import Options
+from easyckpt.integrations.transformers.own import Own
 from easyckpt.integrations.transformers.plan import Planner
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
@@ -119,8 +120,8 @@ class TrainingRun:
         """Model, optimizer and scheduler are made: take over, and restore them."""
         trainer = self._trainer
         trainer.state.global_step = int(trainer.state.global_step)
-        self.progress.trainer = trainer
-        self.files.learn(trainer)
+        self.progress.trainer, self.progress.own = trainer, Own(trainer)
+        self.files.learn_early(trainer)
         assert self._prospect is not None
         prospect = self._prospect
         state = state_of(trainer, self.progress, self.data, self.files)
@@ -303,7 +304,7 @@ class TrainingRun:
         if requested and step > self._flushed_at:
             taken = checkpointer.flush_taken(step) if half and step == self._snapshot_at else None
             self.saves.add(step, self._flush(step) if taken is None else taken)
-            self.files.added = {}
+            self.files.let_go()
             self._flushed_at = self._snapshot_at = step
             if self._options.on_save == "wait":
                 self.saves.deliver(step, wait=True)

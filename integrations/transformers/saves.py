@@ -40,7 +40,9 @@ class Saves:
 
     def path(self, step: int) -> str:
         """The checkpoint's directory, as the Trainer knows it; an audit has its runs' checkpoints elsewhere."""
-        return os.path.join(self._trainer.args.output_dir, TrainerNaming().committed(step))
+        given = self._trainer.args.output_dir
+        stays = os.path.abspath(given) == self._output_dir  # else it is relative, and the program has gone elsewhere
+        return os.path.join(given if stays else self._output_dir, TrainerNaming().committed(step))
 
     def step_of(self, path: str | None) -> int | None:
         """The step of the checkpoint at `path`; None for what is none of this directory's."""

@@ -1,37 +1,58 @@
 """Trainings whose state is sharded, or is not one run's: the Trainer saves by itself, and what it saves is committed.
 
 A checkpoint counts once its manifest is there: all ranks have written the Trainer's own files before, and they are
-durable. Only then do older ones go. Resuming takes the newest of which every byte is as it was committed.
+durable. Only then do older ones go. Resuming takes the newest of which every byte is as it was committed, on each node
+where each has its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import secrets
-import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 
 from easyckpt import catalog
-from easyckpt.errors import DamagedCheckpoint, EasyckptError
-from easyckpt.format import layout
-from easyckpt.format.checksum import ChunkHasher, file_digest
-from easyckpt.format.manifest import FileRecord, Manifest
+from easyckpt.config import CheckpointConfig
+from easyckpt.config_sources import resolve
+from easyckpt.distributed.agree import done_by_all
+from easyckpt.distributed.ranks import Ranks, discover
+from easyckpt.distributed.rendezvous import connect
+from easyckpt.errors import SaveFailed, StorageError
 from easyckpt.format.trainer_names import TrainerNaming
+from easyckpt.integrations.transformers import agreeing, committing, stock, versions
+from easyckpt.integrations.transformers.components import ours
+from easyckpt.integrations.transformers.judging import Demands
+from easyckpt.integrations.transformers.options import Options
+from easyckpt.integrations.transformers.stock import STATE, step_of
+from easyckpt.saving.owning import owned_root
 from easyckpt.storage.local import LocalStorage
-from easyckpt.verification import verify
+from easyckpt.storage.records_apart import place_of
 
 _log = logging.getLogger("easyckpt")
 _NAMING = TrainerNaming()
-_PIECE = 8 << 20
+#: The run of a directory that has none: two jobs that know it by this name exclude each other.
+_NO_RUN = "0" * 32
+SEARCH = "a hyperparameter search"
 
 
 def why(trainer: Any, trial: Any) -> str | None:
     """Why this training's state is not snapshotted; None where it is."""
     if trial is not None or trainer.hp_search_backend is not None:
-        return "a hyperparameter search"
+        return SEARCH
+    if (sharded := _sharded_by(trainer)) is not None:
+        return sharded
+    if trainer.args.save_on_each_node and trainer.args.world_size > 1:
+        return "save_on_each_node"
+    return None
+
+
+def _sharded_by(trainer: Any) -> str | None:
+    """Whose files a checkpoint has, where it has not those of a Trainer without sharding."""
     for name, flag in (
         ("FSDP", "is_fsdp_enabled"),
         ("DeepSpeed", "is_deepspeed_enabled"),
@@ -41,135 +62,141 @@ def why(trainer: Any, trial: Any) -> str | None:
             return name
     if getattr(trainer, "is_tp_enabled", False) or getattr(trainer, "is_distributed_loading_by_transformers", False):
         return "a model sharded by tensors"
-    if trainer.args.save_on_each_node and trainer.args.world_size > 1:
-        return "save_on_each_node"
     return None
 
 
 class SynchronousRun:
-    """One call of ``train()`` that the Trainer saves by itself."""
+    """One call of ``train()`` that the Trainer saves by itself. Used with ``with`` around it."""
 
     restores = False
 
-    def __init__(self, trainer: Any, reason: str, resume: Any) -> None:
+    def __init__(self, trainer: Any, reason: str, options: Options, resume: Any) -> None:
         self._trainer = trainer
-        _log.warning(
-            "%s: the state is saved by the Trainer itself, while training waits, and each checkpoint is committed and "
-            "verified; snapshots in memory and exact resuming are for trainings on one device or with DDP",
-            reason,
-        )
-        self.path = _agreed(lambda: newest_whole(trainer.args.output_dir)) if resume is True else resume
-        if resume is True and self.path is None and trainer.args.process_index == 0:
-            _log.warning("nothing to resume from in %s: training starts from scratch", trainer.args.output_dir)
+        args = trainer.args
+        self._directory = os.path.abspath(args.output_dir)
+        if args.process_index == 0:
+            _log.warning(
+                "%s: the state is saved by the Trainer itself, while training waits, and each checkpoint is committed "
+                "and verified; snapshots in memory and exact resuming are for trainings on one device or with DDP",
+                reason,
+            )
+        settings = resolve(options.engine, options.config)
+        self._timeout = max(settings.peer_timeout, float(args.ddp_timeout))
+        together = dist.is_available() and dist.is_initialized()
+        self._ranks = discover() if together else Ranks(0, 1, 0, 1)
+        self._is_first = True
+        self._told = False  # that an error has ended this run: all ranks have agreed on it
+        self._check: Callable[[], None] = lambda: None
+        self._leaving = contextlib.ExitStack()
+        self._channel, mailbox = connect(self._ranks, "checkpoints of the Trainer's own", self._timeout)
+        mailbox.close()
+        self._leaving.callback(self._channel.close)
+        try:
+            storage = place_of(_NAMING, args.output_dir)
+            self._demands = self._demanded(storage)
+            if reason != SEARCH:  # whose trials may run side by side, each in a directory of its own
+                self._all("the lease", (lambda: self._own(storage, settings)) if self._commits else None)
+            self.path = agreeing.where_to_go_on(self._all, storage, resume, self._demands)
+            has_state = bool(self.path) and os.path.exists(os.path.join(self.path or "", STATE))
+            self._begins_at = step_of(self.path or "") if has_state else 0  # without one, the Trainer raises
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
 
-    def save(self, write: Any, trial: Any) -> None:
+    def _demanded(self, storage: LocalStorage) -> Demands | None:
+        """What this rank has to look for: the one that commits, for all whose directory it is."""
+        args = self._trainer.args
+        ranks: Sequence[int] = range(args.world_size)
+        if args.save_on_each_node and not self._ranks.alone:
+            ranks = agreeing.sharers(self._all, storage, args.process_index, saves=args.should_save)
+            self._commits = ranks[0] == args.process_index
+        else:
+            self._commits = bool(args.should_save)
+        looks = self._commits or self._ranks.alone  # where ranks cannot talk, each looks for itself
+        plain = _sharded_by(self._trainer) is None
+        return Demands(args.world_size, ranks, plain, self._channel.busy) if looks else None
+
+    def _own(self, storage: LocalStorage, settings: CheckpointConfig) -> None:
+        record = catalog.read_root(storage)
+        owned = owned_root(storage, _NO_RUN if record is None else record.run, settings, _log.warning)
+        self._check = self._leaving.enter_context(owned)
+
+    def _all(self, what: str, work: Callable[[], Any] | None, /) -> list[Any]:
+        """See `agreeing.Everybody`. By the store: a rank that fails within the Trainer's saving leaves the others in
+        whatever collectives there are in it, and one of ours would be taken for those.
+        """
+        try:
+            return done_by_all(self._channel, what, work, self._timeout)
+        except Exception:
+            self._told = True
+            raise
+
+    def save(self, write: Callable[[], None], trial: Any) -> None:
         """Have the Trainer `write` its checkpoint, then commit it; older ones go after that."""
-        trainer = self._trainer
-        args, limit = trainer.args, trainer.args.save_total_limit
-        args.save_total_limit = None
+        args, step = self._trainer.args, self._trainer.state.global_step
+        limit, output_dir = args.save_total_limit, args.output_dir
+        if os.path.abspath(output_dir) != self._directory:  # it is relative, and the program has gone elsewhere
+            args.output_dir = self._directory
+        each_node = versions.weights_on_each_node(self._trainer.model) if args.save_on_each_node else nullcontext()
+        try:
+            storage = place_of(_NAMING, self._trainer._get_output_dir(trial=trial))
+            self._all("a checkpoint begins", (lambda: self._prepare(storage, step)) if self._commits else None)
+            args.save_total_limit = None
+            with each_node:
+                self._written(write, step)
+        finally:
+            args.save_total_limit, args.output_dir = limit, output_dir
+        self._all("a checkpoint is written", None)
+        self._all("a checkpoint is committed", (lambda: self._commit(storage, step)) if self._commits else None)
+
+    def _written(self, write: Callable[[], None], step: int) -> None:
         try:
             write()
-        finally:
-            args.save_total_limit = limit
-        _meet()
-        if args.should_save:
-            storage = LocalStorage(trainer._get_output_dir(trial=trial))
-            commit(storage, trainer.state.global_step, world_size=args.world_size)
-            rotate(storage, limit, trainer.state.best_model_checkpoint)
-        _meet()
+        except BaseException as error:
+            self._channel.fail(f"the Trainer could not save step {step}: {type(error).__name__}: {error}")
+            raise
 
+    def _prepare(self, storage: LocalStorage, step: int) -> None:
+        self._check()
+        storage.makedirs("")
+        if self._is_first:
+            committing.set_aside(storage, self._begins_at)
+            self._is_first = False
+        committing.begin(storage, step)
 
-def commit(storage: LocalStorage, step: int, *, world_size: int) -> None:
-    """Make every file of ``checkpoint-<step>`` durable, and say in a manifest what they are."""
-    name = _NAMING.committed(step)
-    manifest = Manifest(
-        run=secrets.token_hex(16),
-        timeline=layout.FOREIGN_LINE,
-        step=step,
-        world_size=world_size,
-        attempt=f"{secrets.token_hex(4)}-000001",
-        created=time.time(),
-        files={path: _durable(storage, f"{name}/{path}") for path in _files(storage, name)},
-    )
-    for folder in sorted({name, *(f"{name}/{path}".rpartition("/")[0] for path in manifest.files)}, reverse=True):
-        storage.sync_dir(folder)
-    storage.replace(f"{name}/{layout.MANIFEST}", manifest.to_bytes())
-    storage.sync_dir("")
-
-
-def rotate(storage: LocalStorage, limit: int | None, best: str | None) -> None:
-    """Remove the oldest of the committed ones beyond `limit`; the newest and the `best` stay."""
-    if not limit or limit < 1:
-        return
-    kept = os.path.basename(best or "")
-    found = [entry for entry in catalog.scan(storage, _NAMING).of_kind("foreign") if entry.valid]
-    found.sort(key=lambda entry: (entry.name == kept, entry.step))
-    newest = max((entry.step for entry in found), default=-1)
-    for entry in found[: max(0, len(found) - limit)]:
-        if entry.step != newest and entry.name != kept:
-            trash = _NAMING.trash(entry.name, secrets.token_hex(4))
-            storage.rename(entry.name, trash)
-            storage.sync_dir("")
-            storage.remove_tree(trash)
-
-
-def newest_whole(output_dir: str) -> str | None:
-    """The newest checkpoint whose bytes are as committed; where none has a manifest, the newest as it is.
-
-    Raises DamagedCheckpoint where there are committed ones, and none is whole.
-    """
-    storage = LocalStorage(output_dir)
-    found = catalog.scan(storage, _NAMING).of_kind("foreign")
-    committed = [entry for entry in found if entry.manifest is not None]
-    damaged = []
-    for entry in reversed(committed or found):
-        problems = [str(entry.problem)] if entry.problem else [problem.message for problem in verify(storage, entry)]
-        if not problems or not committed:
-            if not committed:
-                _log.warning("%s has no manifest: nothing tells whether it is whole", entry.name)
-            return os.path.join(storage.root, entry.name)
-        _log.warning("%s cannot be resumed from and is passed over: %s", entry.name, problems[0])
-        damaged.append(f"{entry.name}: {problems[0]}")
-    if damaged:
-        raise DamagedCheckpoint(f"{storage.root}: no checkpoint is whole: {'; '.join(damaged)}")
-    return None
-
-
-def _files(storage: LocalStorage, name: str) -> list[str]:
-    root = os.path.join(storage.root, name)
-    found = []
-    for folder, _, names in os.walk(root):
-        found += [os.path.relpath(os.path.join(folder, each), root) for each in names if each != layout.MANIFEST]
-    return sorted(found)
-
-
-def _durable(storage: LocalStorage, path: str) -> FileRecord:
-    """Sync a file, and read it as it is on storage then."""
-    storage.drop_cache(path)
-    hasher, memory = ChunkHasher(), memoryview(bytearray(_PIECE))
-    with storage.reader(path) as reader:
-        for begin in range(0, reader.size, _PIECE):
-            hasher.update(memory[: reader.read_into(memory, begin)])
-        size = reader.size
-    return FileRecord(size, file_digest(size, hasher.finish()))
-
-
-def _meet() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
-
-
-def _agreed(work: Any) -> Any:
-    """What rank 0 finds; its error is raised on all."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return work()
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
+    def _commit(self, storage: LocalStorage, step: int) -> None:
+        self._check()
+        name, args = _NAMING.committed(step), self._trainer.args
+        if not storage.exists(name):  # a program's own saving, which had no wish to save
+            committing.end(storage, step)
+            return
+        problem = self._lacking(os.path.join(storage.root, name))
+        if problem is not None:
+            raise SaveFailed(f"{name} was not committed: {problem}")
         try:
-            answer = [work(), None]
-        except (EasyckptError, OSError) as error:
-            answer = [None, str(error)]
-    dist.broadcast_object_list(answer, 0)
-    if answer[1] is not None:
-        raise DamagedCheckpoint(answer[1])
-    return answer[0]
+            committing.commit(storage, step, world_size=args.world_size, busy=self._channel.busy)
+        except OSError as error:
+            raise SaveFailed(f"{name} was not committed: {error}") from error
+        self._check()
+        try:
+            committing.end(storage, step)
+            committing.rotate(storage, args.save_total_limit, self._trainer.state.best_model_checkpoint)
+        except (OSError, StorageError) as error:  # which costs space, and no checkpoint
+            _log.warning("what is old in %s cannot be removed: %s", storage.root, error)
+
+    def _lacking(self, path: str) -> str | None:
+        """What of a checkpoint was not written, where it is known what should be there."""
+        trainer, demands = self._trainer, self._demands
+        known = demands is not None and demands.plain and not trainer.args.save_only_model
+        if not known or not versions.saves_as_ever(trainer, ours(trainer)):
+            return None
+        assert demands is not None
+        return stock.lacks(path, world_size=demands.world_size, ranks=demands.ranks)
+
+    def __enter__(self) -> SynchronousRun:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not self._told:
+            self._channel.fail(f"training has ended there: {type(error).__name__}: {error}")
+        self._leaving.close()

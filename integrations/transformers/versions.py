@@ -18,59 +18,55 @@ from typing import Any
 import accelerate
 import safetensors.torch
 import torch
-import transformers
-from packaging.version import Version
 from transformers import PreTrainedModel, Trainer
-from transformers import trainer as trainer_module
-
-from easyckpt.errors import ConfigError
-
-OLDEST, TESTED = Version("4.46"), (Version("4.57.6"), Version("5.24.0"))
-OLDEST_ACCELERATE = Version("1.0")
-HERE = Version(transformers.__version__)
 
 #: (path, tensors by key, metadata) of each file of tensors that was to be written.
 Captured = list[tuple[str, Mapping[str, torch.Tensor], Mapping[str, str] | None]]
 
 
-def check() -> None:
-    """Raise ConfigError where the versions that are installed cannot be wrapped."""
-    if HERE.release < OLDEST.release:
-        raise ConfigError(
-            f"transformers {HERE} is installed; easyckpt wraps the Trainer of {OLDEST} and newer: upgrade transformers"
-        )
-    if Version(accelerate.__version__).release < OLDEST_ACCELERATE.release:
-        raise ConfigError(
-            f"accelerate {accelerate.__version__} is installed; easyckpt needs {OLDEST_ACCELERATE} or newer: upgrade it"
-        )
-    if HERE.major > max(TESTED).major:
-        raise ConfigError(
-            f"transformers {HERE} is installed; this version of easyckpt knows those up to {max(TESTED).major}.x: "
-            "upgrade easyckpt"
-        )
+class _Capturing(threading.local):
+    """What this thread's writes are noted in; None: they are made."""
+
+    into: Captured | None = None
+
+
+_capturing = _Capturing()
+
+
+def _noting(save_file: Any, torch_save: Any) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What stands in for these two, of which no other name is kept here: it would be replaced too."""
+
+    @functools.wraps(save_file)
+    def note_file(tensors: Any, filename: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if _capturing.into is None:
+            return save_file(tensors, filename, metadata, *args, **kwargs)
+        _capturing.into.append((str(filename), dict(tensors), metadata))
+        return None
+
+    @functools.wraps(torch_save)
+    def note_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if _capturing.into is None or not isinstance(f, (str, os.PathLike)) or not _is_state_dict(obj):
+            return torch_save(obj, f, *args, **kwargs)
+        _capturing.into.append((os.fspath(f), dict(obj), None))
+        return None
+
+    return {save_file: note_file, torch_save: note_save}
+
+
+#: One pair for the whole process: a module that is imported while they stand in keeps them for good.
+_NOTING = _noting(safetensors.torch.save_file, torch.save)
 
 
 @contextlib.contextmanager
 def writes_captured() -> Iterator[Captured]:
     """Within it, this thread's writes of weights are noted in place of being made; all else is written."""
     captured: Captured = []
-    thread = threading.get_ident()
-    save_file, torch_save = safetensors.torch.save_file, torch.save
-
-    def note_file(tensors: Any, filename: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return save_file(tensors, filename, metadata, **kwargs)
-        captured.append((str(filename), dict(tensors), metadata))
-        return None
-
-    def note_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or not isinstance(f, (str, os.PathLike)) or not _is_state_dict(obj):
-            return torch_save(obj, f, *args, **kwargs)
-        captured.append((os.fspath(f), dict(obj), None))
-        return None
-
-    with _replaced({save_file: note_file, torch_save: note_save}):
-        yield captured
+    with _replaced(_NOTING):
+        _capturing.into = captured
+        try:
+            yield captured
+        finally:
+            _capturing.into = None
 
 
 def _is_state_dict(value: Any) -> bool:
@@ -103,22 +99,26 @@ def _names_of(functions: tuple[Callable[..., Any], ...]) -> list[tuple[dict[str,
     return _names_among(len(sys.modules), functions)
 
 
+#: accelerate's function (1.0 on), before anything is put in its place.
+_SKIPPING = (accelerate.skip_first_batches,)
+
+
 def leave_skipping(to: Callable[[Any, int], bool]) -> None:
     """Have the Trainer leave the batches that a resumed epoch skips to loaders for which `to` says that it is done.
 
-    ``trainer.skip_first_batches`` is accelerate's function under a name of the module (4.46 to 5.24).
+    ``skip_first_batches`` has a name in the Trainer's module (4.46 to 5.24), and in those of programs that have a loop
+    of their own, which are loaded at any time.
     """
-    original = trainer_module.skip_first_batches
-    if getattr(original, "_easyckpt", False):
-        return
+    (original,) = _SKIPPING
 
     def skip(loader: Any, num_batches: int = 0) -> Any:
         if to(loader, num_batches):
             return loader
         return original(loader, num_batches)
 
-    skip._easyckpt = True  # type: ignore[attr-defined]
-    trainer_module.skip_first_batches = skip
+    for inside, name in _names_of(_SKIPPING):
+        if inside.get(name) is original:
+            inside[name] = skip
 
 
 def is_stock(kind: type, method: str, ours: tuple[type, ...]) -> bool:
@@ -174,6 +174,21 @@ def loss_in_all(trainer: Any) -> float:
 
 
 def saves_as_ever(trainer: Any, ours: tuple[type, ...]) -> bool:
-    """Whether transformers alone saves the model, so that its files depend on nothing of the program's."""
+    """Whether transformers, or peft, alone saves the model, so that its files depend on nothing of the program's."""
     stock = all(is_stock(type(trainer), method, ours) for method in ("save_model", "_save"))
-    return stock and getattr(type(trainer.model), "save_pretrained", None) is PreTrainedModel.save_pretrained
+    saving = getattr(type(trainer.model), "save_pretrained", None)
+    known = saving is PreTrainedModel.save_pretrained or getattr(saving, "__module__", "").startswith("peft.")
+    return stock and known
+
+
+@contextlib.contextmanager
+def weights_on_each_node(model: Any) -> Iterator[None]:
+    """Within it, whoever is a main process writes the weights of `model`; 5.x leaves them to the first rank of all."""
+    if not hasattr(model, "should_save_on_this_rank"):
+        yield
+        return
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank

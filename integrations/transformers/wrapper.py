@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from transformers import Trainer
 
 from easyckpt.errors import ConfigError
-from easyckpt.integrations.transformers import foreign, synchronous, versions
+from easyckpt.integrations.transformers import foreign, supported, synchronous, versions
 from easyckpt.integrations.transformers.hearing import listen, track
 from easyckpt.integrations.transformers.options import Options
 from easyckpt.integrations.transformers.run import TrainingRun
@@ -39,11 +39,12 @@ class Outside:
         trial = kwargs.get("trial", args[0] if args else None)
         reason = synchronous.why(self, trial)
         if reason is not None:
-            self._easyckpt.synchronous = synchronous.SynchronousRun(self, reason, resume_from_checkpoint)
-            try:
-                return super().train(self._easyckpt.synchronous.path, *args, **kwargs)  # type: ignore[misc]
-            finally:
-                self._easyckpt.synchronous = None
+            with SynchronousRun(self, reason, self._easyckpt.options, resume_from_checkpoint) as stock:
+                self._easyckpt.synchronous = stock
+                try:
+                    return super().train(stock.path, *args, **kwargs)  # type: ignore[misc]
+                finally:
+                    self._easyckpt.synchronous = None
         listen(self)
         _warn_of_own_loading(self)
         with TrainingRun(self, self._easyckpt.options, resume_from_checkpoint) as run:
@@ -60,21 +61,17 @@ class Outside:
         loader, run = super().get_train_dataloader(), self._easyckpt.run  # type: ignore[misc]
         return loader if run is None or run.started else track(loader, run.data)
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; a resumed training has the evaluation at its start behind it."""
-        run = self._easyckpt.run
-        if run is not None and run.restores and not run.trains:
-            return {}
-        return super()._evaluate(*args, **kwargs)  # type: ignore[misc]
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         return loss if self._easyckpt.run is None else self._easyckpt.run.trained(loss)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        run = self._easyckpt.run
-        if run is None or versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self))):
+        run, alone = self._easyckpt.run, self._easyckpt.synchronous
+        if alone is not None:  # with all that the program itself adds
+            write, trial = super()._save_checkpoint, kwargs.get("trial", args[1] if len(args) > 1 else None)  # type: ignore[misc]
+            alone.save(lambda: write(*args, **kwargs), trial)
+        elif run is None or versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self))):
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
         else:
             with run.files_added():
@@ -84,6 +81,12 @@ class Outside:
         if self._easyckpt.run is not None:
             self._easyckpt.run.begin_loop()
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        run = self._easyckpt.run
+        if skip_scheduler and run is not None and run.restores:
+            return None  # for eval_on_start alone, which was done when the training did start
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run = self._easyckpt.run
@@ -120,12 +123,9 @@ class Inside(Trainer):  # type: ignore[misc]
     _easyckpt: Wrapping
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        run, stock = self._easyckpt.run, self._easyckpt.synchronous
+        run = self._easyckpt.run
         if run is not None:
             run.request_save(kwargs.get("metrics", args[0] if args else None))
-        elif stock is not None:
-            write = super()._save_checkpoint
-            stock.save(lambda: write(model, trial, *args, **kwargs), trial)
         else:
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
@@ -168,8 +168,8 @@ def _warn_of_own_training(trainer: Any) -> None:
     own = [one for one in ("train", "_inner_training_loop") if not versions.is_stock(type(trainer), one, ours)]
     if own:
         _log.warning(
-            "%s overrides %s, which is handed a directory with the Trainer's state alone: what it would load from "
-            "the checkpoint beside that is not there",
+            "%s overrides %s, which is handed a directory that holds the Trainer's state alone, since easyckpt "
+            "restores the rest: what it would load from the checkpoint beside that is not there",
             type(trainer).__name__,
             ", ".join(own),
         )
@@ -189,7 +189,7 @@ def TrainerWrapper(trainer: T, **options: Any) -> T:  # noqa: N802 - it is used 
 
     Raises ConfigError for what cannot be wrapped, and for a wrong option.
     """
-    versions.check()
+    supported.check()
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"TrainerWrapper takes a transformers.Trainer, not a {type(trainer).__name__}")
     if isinstance(trainer, Inside):

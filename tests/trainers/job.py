@@ -29,7 +29,7 @@ from tests.trainers.data import Sequences
 from tests.trainers.scenarios import BATCH, LONG, SAVE, STEPS, TABLE, Scenario, Setup
 
 #: Of a run, not of the training: these differ between any two.
-OF_THE_CLOCK = ("_runtime", "_per_second")
+OF_THE_CLOCK = ("_runtime", "_per_second", "step_time")
 #: The mean over the steps of this call of train(), by definition.
 OF_THIS_CALL = ("train_loss",)
 
@@ -80,12 +80,14 @@ def main() -> None:
 
 def trainer_of(scenario: Scenario, out: str) -> Trainer:
     setup = scenario.build()
-    more = {"data_collator": default_data_collator} | setup.more
+    more = setup.more if setup.trainer else {"data_collator": default_data_collator} | setup.more
     if setup.model is None and "model_init" not in more:
         setup.model = models.gpt2()
     train = Sequences(LONG) if setup.train is None else setup.train
-    asked = TrainingArguments(output_dir=out, **training_arguments(setup))
-    return Trainer(model=setup.model, args=asked, train_dataset=train, eval_dataset=setup.evaluation, **more)
+    asked = (setup.asked or TrainingArguments)(output_dir=out, **training_arguments(setup))
+    return (setup.trainer or Trainer)(
+        model=setup.model, args=asked, train_dataset=train, eval_dataset=setup.evaluation, **more
+    )
 
 
 def training_arguments(setup: Setup) -> dict[str, Any]:

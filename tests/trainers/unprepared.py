@@ -1,4 +1,4 @@
-"""A training on two ranks that is resumed where one of them cannot make what its Trainer is to read."""
+"""A training on two ranks, resumed where one of them cannot make what its Trainer is to read. Says what comes."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_training_of_its_own_is_told_what_it_is_handed(out, caplog):
             make(out, Own, callbacks=[At(5, stop)]).train()
         assert "overrides" not in caplog.text
         make(out, Own).train(resume_from_checkpoint=True)
-    assert "Own overrides train, which is handed a directory with the Trainer's state alone" in caplog.text
+    assert "Own overrides train, which is handed a directory that holds the Trainer's state alone" in caplog.text
 
 
 @pytest.mark.parametrize("there", [True, False])

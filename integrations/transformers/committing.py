@@ -1,0 +1,115 @@
+"""What makes a checkpoint of files that the Trainer has written: durable, named in a manifest, and looked at again.
+
+A directory that is being written has a mark beside it until its manifest is there, so one that a kill has left half-way
+is told from one that the Trainer wrote without easyckpt. What lies past the step at which a training goes on is set
+aside before it saves for the first time: the highest number is that of the newest state.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+from easyckpt import catalog, failpoints
+from easyckpt.format import layout
+from easyckpt.format.checksum import ChunkHasher, file_digest
+from easyckpt.format.manifest import FileRecord, Manifest
+from easyckpt.format.trainer_names import TrainerNaming
+from easyckpt.integrations.transformers import judging
+from easyckpt.saving.retention import RENAME_BEFORE
+from easyckpt.storage.local import LocalStorage
+
+_NAMING = TrainerNaming()
+_PIECE = 8 << 20
+
+
+def begin(storage: LocalStorage, step: int) -> None:
+    """``checkpoint-<step>`` is about to be written: until it is committed it is none."""
+    storage.makedirs(_NAMING.temporary(step, f"{secrets.token_hex(4)}-000001"))
+    storage.sync_dir("")
+
+
+def commit(storage: LocalStorage, step: int, *, world_size: int, busy: Callable[[], None] = lambda: None) -> None:
+    """Make every file of ``checkpoint-<step>`` durable, and say in a manifest what they are.
+
+    `busy` is called as that gets on.
+    """
+    name = _NAMING.committed(step)
+    manifest = Manifest(
+        run=secrets.token_hex(16),
+        timeline=layout.FOREIGN_LINE,
+        step=step,
+        world_size=world_size,
+        attempt=f"{secrets.token_hex(4)}-000001",
+        created=time.time(),
+        files={path: _durable(storage, f"{name}/{path}", busy) for path in _files(storage, name)},
+    )
+    for folder in sorted({name, *(f"{name}/{path}".rpartition("/")[0] for path in manifest.files)}, reverse=True):
+        storage.sync_dir(folder)
+    storage.replace(f"{name}/{layout.MANIFEST}", manifest.to_bytes())
+    storage.sync_dir("")
+
+
+def end(storage: LocalStorage, step: int) -> None:
+    """``checkpoint-<step>`` is not being written any more."""
+    for mark in catalog.scan(storage, _NAMING).of_kind("temporary"):
+        if mark.step == step:
+            storage.remove_tree(mark.name)
+
+
+def set_aside(storage: LocalStorage, step: int) -> None:
+    """Rename what lies past `step`, where training goes on, and remove what was never written to its end."""
+    found = catalog.scan(storage, _NAMING)
+    marks = found.of_kind("temporary")
+    unfinished, word = {mark.step for mark in marks}, secrets.token_hex(4)
+    for entry in judging.checkpoints(found):
+        if entry.step in unfinished and not judging.has_manifest(storage, entry):
+            _remove(storage, entry.name)
+        elif entry.step > step:
+            storage.rename(entry.name, _NAMING.stale(entry.step, word))
+    storage.sync_dir("")
+    for leftover in [*marks, *found.of_kind("trash")]:
+        storage.remove_tree(leftover.name)
+
+
+def rotate(storage: LocalStorage, limit: int | None, best: str | None) -> None:
+    """Remove the oldest of the committed ones beyond `limit`; the newest and the `best` stay."""
+    if not limit or limit < 1:
+        return
+    kept = os.path.basename(best or "")
+    found = [entry for entry in judging.checkpoints(catalog.scan(storage, _NAMING)) if entry.valid]
+    found.sort(key=lambda entry: (entry.name == kept, entry.step))
+    newest = max((entry.step for entry in found), default=-1)
+    for entry in found[: max(0, len(found) - limit)]:
+        if entry.step != newest and entry.name != kept:
+            _remove(storage, entry.name)
+
+
+def _remove(storage: LocalStorage, name: str) -> None:
+    failpoints.hit(RENAME_BEFORE)
+    trash = _NAMING.trash(name, secrets.token_hex(4))
+    storage.rename(name, trash)
+    storage.sync_dir("")
+    storage.remove_tree(trash)
+
+
+def _files(storage: LocalStorage, name: str) -> list[str]:
+    root = os.path.join(storage.root, name)
+    found = []
+    for folder, _, names in os.walk(root):
+        found += [os.path.relpath(os.path.join(folder, each), root) for each in names if each != layout.MANIFEST]
+    return sorted(found)
+
+
+def _durable(storage: LocalStorage, path: str, busy: Callable[[], None]) -> FileRecord:
+    """Sync a file, and read it as it is on storage then."""
+    storage.drop_cache(path)
+    hasher, memory = ChunkHasher(), memoryview(bytearray(_PIECE))
+    with storage.reader(path) as reader:
+        for begin_at in range(0, reader.size, _PIECE):
+            hasher.update(memory[: reader.read_into(memory, begin_at)])
+            busy()
+        size = reader.size
+    return FileRecord(size, file_digest(size, hasher.finish()))
