@@ -53,7 +53,6 @@ class TrainingRun:
         self._checkpointer: FrameworkCheckpointer | None = None
         self._private: str | None = None
         self._in_epoch_end = self._requested = self._rescaled = self._within_step = self._must_be_taken = False
-        self._trains = False
         self._snapshot_at = self._flushed_at = self._counted_at = -1
         self._best: list[int] = []
         try:
@@ -108,11 +107,6 @@ class TrainingRun:
     def started(self) -> bool:
         """Whether the loop has made all that it works with."""
         return self._checkpointer is not None
-
-    @property
-    def trains(self) -> bool:
-        """Whether the first pass over the data, or the rest of one, has begun."""
-        return self._trains
 
     # -- hooks, in the order in which a training comes to them
 
@@ -179,7 +173,7 @@ class TrainingRun:
         found = self.origin.found
         checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
         self._prospect = self._opened()
-        self._best, self._requested, self._trains = [], False, False
+        self._best, self._requested = [], False
         if found is not None:
             self._look_again(self._prospect, found)
         elif self.origin.elsewhere is not None:
@@ -199,7 +193,7 @@ class TrainingRun:
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
-        self._in_epoch_end, self._trains = False, True
+        self._in_epoch_end = False
         self.data.begin_epoch()
 
     def end_epoch(self, *, cut: bool) -> None:
