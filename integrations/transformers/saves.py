@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -15,6 +16,7 @@ from transformers import TrainerCallback
 from easyckpt.errors import SaveError
 from easyckpt.format.trainer_names import TrainerNaming
 from easyckpt.framework import FrameworkCheckpointer
+from easyckpt.integrations.transformers import scratch, stock
 from easyckpt.saving.promises import known_to_all
 
 _log = logging.getLogger("easyckpt")
@@ -55,6 +57,13 @@ class Saves:
         return any(save.step == step for save in self._pending) or os.path.isdir(
             os.path.join(self._root, TrainerNaming().committed(step))
         )
+
+    def make_way(self, step: int) -> None:
+        """Remove the checkpoint's directory where the Trainer's just-in-time saving has made it, with a mark in it."""
+        path = self.path(step)
+        with contextlib.suppress(OSError):
+            if self._trainer.args.should_save and set(os.listdir(path)) <= {stock.UNFINISHED}:
+                scratch.remove(path)
 
     def add(self, step: int, future: Future[int]) -> None:
         """A checkpoint is on its way."""

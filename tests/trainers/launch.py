@@ -6,6 +6,7 @@ where it says so, a new interpreter, under torchrun where it has ranks.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -28,6 +29,13 @@ def python_of(version: str) -> Path:
     python = REPOSITORY / f".venv-transformers{version}" / "bin" / "python"
     assert python.exists(), f"{python} is missing: 'make setup' makes it"
     return python
+
+
+@functools.cache
+def has(version: str, package: str) -> bool:
+    """Whether the environment of that version has `package`."""
+    ask = f"import importlib.util as i; raise SystemExit(i.find_spec({package!r}) is None)"
+    return subprocess.run([python_of(version), "-c", ask], check=False).returncode == 0
 
 
 @dataclass(frozen=True)
