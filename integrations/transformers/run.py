@@ -19,7 +19,7 @@ import torch
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
 from easyckpt.distributed.agree import all_good
-from easyckpt.errors import EasyckptError, NoCheckpoint, UsageError
+from easyckpt.errors import EasyckptError, NoCheckpoint, PeerFailed, UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import overridden, scratch, unsaved, versions
@@ -55,7 +55,6 @@ class TrainingRun:
         self._checkpointer: FrameworkCheckpointer | None = None
         self._private: str | None = None
         self._in_epoch_end = self._requested = self._rescaled = self._within_step = self._must_be_taken = False
-        self._trains = False
         self._requests = 0
         self._own_state: OwnState | None = None
         self._snapshot_at = self._flushed_at = self._counted_at = -1
@@ -81,7 +80,10 @@ class TrainingRun:
             path = self._path_for_trainer()
         except (EasyckptError, OSError) as error:
             failure = error
-        all_good(prospect.channel, "the Trainer's own state", failure, prospect.timeout)
+        try:
+            all_good(prospect.channel, "the Trainer's own state", failure, prospect.timeout)
+        except PeerFailed as error:  # another rank may have ended already, for the failure that this one has told it
+            raise failure or error from None
         return path
 
     def _path_for_trainer(self) -> str | None:
@@ -109,11 +111,6 @@ class TrainingRun:
     def started(self) -> bool:
         """Whether the loop has made all that it works with."""
         return self._checkpointer is not None
-
-    @property
-    def trains(self) -> bool:
-        """Whether the first pass over the data, or the rest of one, has begun."""
-        return self._trains
 
     # -- hooks, in the order in which a training comes to them
 
@@ -185,7 +182,7 @@ class TrainingRun:
         found = self.origin.found
         checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
         self._prospect = self._opened()
-        self._best, self._requested, self._trains = [], False, False
+        self._best, self._requested = [], False
         if found is not None:
             self._look_again(self._prospect, found)
         elif self.origin.elsewhere is not None:
@@ -217,7 +214,7 @@ class TrainingRun:
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
-        self._in_epoch_end, self._trains = False, True
+        self._in_epoch_end = False
         self.data.begin_epoch()
 
     def end_epoch(self, *, cut: bool) -> None:
