@@ -57,6 +57,20 @@ class FrameworkCheckpointer(Checkpointer):
         return future
 
     @guarded
+    def take(self, step: int) -> None:
+        """As `save_if_needed`, and take the snapshot whatever the interval says; training waits for a slot."""
+        if not self._inert():
+            self._came_to(step, flush="hold")
+
+    @guarded
+    def flush_taken(self, step: int) -> Future[int] | None:
+        """Flush the snapshot that was taken when `step` ended, whatever the state has become since.
+
+        All ranks call it. None where some rank has none.
+        """
+        return self._saver.flush_taken(self._check_step(step))
+
+    @guarded
     def load_found(self, found: Restored, *, explicit: bool) -> Restored:
         """Restore what a Prospect has found before. `explicit`: the user has named that very step."""
         return self._load(step=found.step, timeline=found.timeline, strict=True, components=None, explicit=explicit)

@@ -91,3 +91,14 @@ def test_an_old_version_is_named_before_what_it_lacks():
     environment = {**os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)}
     ran = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.startswith("ConfigError transformers 4.38.0 is installed")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_one_rank_cannot_prepare_is_told_to_all(version, tmp_path):
+    record = tmp_path / "came"
+    words = [tmp_path / "out", record]
+    ended = run(version, words, ranks=2, beside=tmp_path / "said", job="tests.trainers.unprepared")
+    assert ended.codes == [0, 0], ended.said
+    assert Path(f"{record}.0").read_text().startswith("PeerFailed: FileNotFoundError: rank 1")
+    assert Path(f"{record}.1").read_text().startswith("FileNotFoundError")

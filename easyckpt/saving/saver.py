@@ -54,10 +54,10 @@ class Saver:
         self._catch_up.came_to(step)
         self._parts.coordinator.came_to(step)
 
-    def snapshot(self, step: int, *, due: bool) -> Future[int] | None:
+    def snapshot(self, step: int, *, due: bool, wait: bool = False) -> Future[int] | None:
         """Take the snapshot of `step` if a slot is free, and have it flushed if `due`: then with what comes of that.
 
-        Raises background failures.
+        `wait` for a slot that flushes hold. Raises background failures.
         """
         self._ready_line()
         self._parts.stager.end_window("save")
@@ -71,7 +71,7 @@ class Saver:
             self._skip(step, self._parts.capture.capture(), NO_MEMORY, begun)
             return None
         overlap = not (due and self._parts.coordinator.ledger.blocking)
-        self._stage(step, wait=due and self._config.back_pressure == "wait", overlap=overlap)
+        self._stage(step, wait=wait or (due and self._config.back_pressure == "wait"), overlap=overlap)
         return self._parts.coordinator.due(step, forced=False) if due else None
 
     def flush(self, step: int) -> Future[int]:
@@ -89,6 +89,17 @@ class Saver:
             return self._save_live(step, forced=True)
         self._stage(step, wait=True, overlap=not coordinator.ledger.blocking)
         return coordinator.due(step, forced=True)
+
+    def flush_taken(self, step: int) -> Future[int] | None:
+        """Have the snapshot of `step` flushed that all ranks took, or went on from, before; None where one has none."""
+        self._ready_line()
+        self._parts.stager.end_window("wait" if step == self._staged else "save")
+        coordinator = self._parts.coordinator
+        held = any(meta.step == step for meta in coordinator.ledger.on_line(self._parts.arena.sealed()))
+        answers = self._parts.channel.exchange(
+            f"step {step}: who has its snapshot", held or step <= coordinator.committed, self._config.peer_timeout
+        )
+        return coordinator.due(step, forced=True) if all(answers) else None
 
     def save(self, step: int) -> Future[int]:
         """Take the snapshot of `step` for certain and have it flushed; resolves when durable on all ranks."""

@@ -107,7 +107,7 @@ class Files:
             self._look_for_weights(trainer, fresh, live)
             if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
                 self._recipe, self._value = fresh, _tensors_of(fresh)
-            known = not fresh.copies and versions.saves_as_ever(trainer, _ours(trainer))
+            known = not fresh.copies and versions.saves_as_ever(trainer, ours(trainer))
             self._seen = _look(trainer, live) if known else None  # only now: saving writes into the configuration
         self._learnt_at = int(trainer.state.global_step)
 
@@ -215,6 +215,6 @@ def state_of(trainer: Any, progress: Progress, data: TrainingData, files: Files)
     return state
 
 
-def _ours(trainer: Any) -> tuple[type, ...]:
+def ours(trainer: Any) -> tuple[type, ...]:
     """The classes of ours that extend the Trainer's."""
     return tuple(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("easyckpt."))

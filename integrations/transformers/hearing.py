@@ -35,7 +35,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
-            self._trainer._easyckpt.run.end_epoch()
+            self._trainer._easyckpt.run.end_epoch(cut=control.should_epoch_stop)
 
 
 def listen(trainer: Any) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ import torch
 
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
-from easyckpt.errors import NoCheckpoint, UsageError
+from easyckpt.distributed.agree import all_good
+from easyckpt.errors import EasyckptError, NoCheckpoint, UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import progress as trainer_progress
@@ -50,7 +52,8 @@ class TrainingRun:
         self._prospect: Prospect | None = self._opened()
         self._checkpointer: FrameworkCheckpointer | None = None
         self._private: str | None = None
-        self._in_epoch_end = self._requested = self._rescaled = False
+        self._in_epoch_end = self._requested = self._rescaled = self._within_step = self._must_be_taken = False
+        self._trains = False
         self._snapshot_at = self._flushed_at = self._counted_at = -1
         self._best: list[int] = []
         try:
@@ -58,14 +61,24 @@ class TrainingRun:
             if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
                 self.data.forget()
                 self.progress.restored = None
-            self.path = self._path_for_trainer()
-        except BaseException:
-            self._prospect.close()
+            self.path = self._agreed_path(self._prospect)
+        except BaseException as error:
+            self._prospect.close(error)
             raise
 
     def _opened(self) -> Prospect:
         root = os.path.abspath(self._trainer.args.output_dir)
         return Prospect(root, self._dialect, max_ckpt_num=self._limit, **self._options.settings())
+
+    def _agreed_path(self, prospect: Prospect) -> str | None:
+        """What the Trainer is to resume from. All ranks have it, or none goes on."""
+        path, failure = None, None
+        try:
+            path = self._path_for_trainer()
+        except (EasyckptError, OSError) as error:
+            failure = error
+        all_good(prospect.channel, "the Trainer's own state", failure, prospect.timeout)
+        return path
 
     def _path_for_trainer(self) -> str | None:
         """What the Trainer is to resume from: its own checkpoint, or a directory that only holds its state file."""
@@ -88,6 +101,16 @@ class TrainingRun:
         """Whether this run puts everything back itself, so that the Trainer's own loading has nothing to do."""
         return self.origin.ours
 
+    @property
+    def started(self) -> bool:
+        """Whether the loop has made all that it works with."""
+        return self._checkpointer is not None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the first pass over the data, or the rest of one, has begun."""
+        return self._trains
+
     # -- hooks, in the order in which a training comes to them
 
     def start(self) -> None:
@@ -105,6 +128,7 @@ class TrainingRun:
         self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save)
         handler.on_save = _heard_later
         self._keep_best()
+        self._must_be_taken = self._may_end_with_half_a_step()
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
             checkpointer.begin_at(self.origin.step, outside=self.origin.is_outside(prospect.root))
@@ -120,7 +144,10 @@ class TrainingRun:
         self.data.restore = checkpointer._restore_generators
         if trainer.args.ignore_data_skip or self._rescaled:
             self.data.resumed = None
-        self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
+        self._snapshot_at = self._counted_at = self.origin.step
+        # A snapshot in memory may be of the last whole step of a pass, whose end is still to ask for the checkpoint.
+        in_memory = self.origin.found is not None and self.origin.found.tier == "memory"
+        self._flushed_at = self.origin.step - int(in_memory)
         self._make_what_was_lost()
 
     def _make_what_was_lost(self) -> None:
@@ -132,6 +159,7 @@ class TrainingRun:
         if found is not None and found.tier == "memory" and asked and not self.saves.known(step):
             assert self._checkpointer is not None
             self.saves.add(step, self._checkpointer.save(step))
+            self._flushed_at = step
 
     def same_batches(self, size: Any) -> bool:
         """Whether batches are of the `size` that they had. If not, the Trainer's own reckoning says where to go on."""
@@ -148,7 +176,7 @@ class TrainingRun:
         found = self.origin.found
         checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
         self._prospect = self._opened()
-        self._best, self._requested = [], False
+        self._best, self._requested, self._trains = [], False, False
         if found is not None:
             self._look_again(self._prospect, found)
         elif self.origin.elsewhere is not None:
@@ -168,12 +196,16 @@ class TrainingRun:
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
-        self._in_epoch_end = False
+        self._in_epoch_end, self._trains = False, True
         self.data.begin_epoch()
 
-    def end_epoch(self) -> None:
-        """The last step of a pass has ended; what belongs to the end of the epoch comes now."""
+    def end_epoch(self, *, cut: bool) -> None:
+        """The last step of a pass has ended; what belongs to the end of the epoch comes now.
+
+        `cut`: a callback has ended the epoch. Where training as a whole ends early, the pass is not over.
+        """
         self._in_epoch_end = True
+        self.data.cut = cut
 
     def log(self, values: Mapping[str, Any]) -> None:
         """The Trainer has logged `values`: they are kept with the snapshot, and beside the checkpoints."""
@@ -218,6 +250,11 @@ class TrainingRun:
             policy = self._checkpointer.policy
             self._checkpointer.policy = dataclasses.replace(policy, chosen=tuple(self._best))
 
+    def trained(self, loss: torch.Tensor) -> torch.Tensor:
+        """A batch was trained on. Returns what the Trainer is to take for its `loss`."""
+        self._within_step = True
+        return self.carried.added_to(loss)
+
     def end_step(self, loss: torch.Tensor) -> None:
         """The Trainer has logged and evaluated: the state of the step is complete, unless its epoch ends with it."""
         trainer, checkpointer = self._trainer, self._checkpointer
@@ -228,12 +265,13 @@ class TrainingRun:
         if step > self._counted_at:
             self.data.place.updates += step - self._counted_at
             self._counted_at = step
+        half, self._within_step = self._within_step and self._in_epoch_end, False
         if not self._in_epoch_end and self._epoch_ends():
             return
         preempted = step > self._snapshot_at and checkpointer.preempted
         if preempted:
             self.request_save()
-        self._take(step)
+        self._take(step, half=half)
         self.saves.deliver(step)
         if preempted:
             trainer.control.should_training_stop = True
@@ -252,26 +290,47 @@ class TrainingRun:
         over = control.should_training_stop and step >= trainer.state.max_steps
         return self.data.at_end or control.should_epoch_stop or over
 
-    def _take(self, step: int) -> None:
+    def _take(self, step: int, *, half: bool) -> None:
+        """Snapshot the step, and flush it where that was asked for. `half`: gradients of the next one are there.
+
+        These are no state, so what was taken when the step ended is flushed then: resumed, the half step is done again.
+        """
         checkpointer = self._checkpointer
         assert checkpointer is not None
         requested, self._requested = self._requested, False
         if requested and step > self._flushed_at:
-            self.files.learn(self._trainer)
-            skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
-            control = self._trainer.control
-            control.should_save = True  # as it is when the Trainer writes its state
-            waits = self._options.on_save == "wait"  # so the snapshot must be whole before the next optimizer step
-            future = checkpointer.save(step) if waits else checkpointer.flush(step, skip=skip)
-            control.should_save = False
+            taken = checkpointer.flush_taken(step) if half and step == self._snapshot_at else None
+            self.saves.add(step, self._flush(step) if taken is None else taken)
             self.files.let_go()
-            self.saves.add(step, future)
             self._flushed_at = self._snapshot_at = step
-            if waits:
+            if self._options.on_save == "wait":
                 self.saves.deliver(step, wait=True)
         elif step > self._snapshot_at:
-            checkpointer.save_if_needed(step)
+            (checkpointer.take if self._must_be_taken else checkpointer.save_if_needed)(step)
             self._snapshot_at = step
+
+    def _may_end_with_half_a_step(self) -> bool:
+        """Whether each step may turn out to be the last whole one of its pass, with a checkpoint at the pass's end."""
+        args, loader = self._trainer.args, self._trainer.callback_handler.train_dataloader
+        with contextlib.suppress(TypeError, NotImplementedError):
+            if len(loader) >= 0:
+                return False
+        at_the_end = args.save_strategy in ("epoch", "best") and self._options.back_pressure == "wait"
+        return bool(at_the_end and args.gradient_accumulation_steps > 1)
+
+    def _flush(self, step: int) -> Future[int]:
+        """Snapshot the step as it is now, and flush that."""
+        checkpointer, control = self._checkpointer, self._trainer.control
+        assert checkpointer is not None
+        self.files.learn(self._trainer)
+        control.should_save = True  # as it is when the Trainer writes its state
+        try:
+            if self._options.on_save == "wait":  # so the snapshot must be whole before the next optimizer step
+                return checkpointer.save(step)
+            skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
+            return checkpointer.flush(step, skip=skip)
+        finally:
+            control.should_save = False
 
     def _must_be_made(self, step: int) -> bool:
         """Whether this checkpoint may not be skipped for the sake of speed: nothing will come in its place."""

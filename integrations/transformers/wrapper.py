@@ -49,24 +49,29 @@ class Outside:
         _warn_of_own_loading(self)
         with TrainingRun(self, self._easyckpt.options, resume_from_checkpoint) as run:
             self._easyckpt.run = run
+            if run.restores:
+                _warn_of_own_training(self)
             try:
                 return super().train(run.path, *args, **kwargs)  # type: ignore[misc]
             finally:
                 self._easyckpt.run = None
 
     def get_train_dataloader(self) -> Any:
-        """As the Trainer's; its passes are reported."""
-        loader = super().get_train_dataloader()  # type: ignore[misc]
-        return loader if self._easyckpt.run is None else track(loader, self._easyckpt.run.data)
+        """As the Trainer's; the passes over that of the training loop are reported."""
+        loader, run = super().get_train_dataloader(), self._easyckpt.run  # type: ignore[misc]
+        return loader if run is None or run.started else track(loader, run.data)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        return loss if self._easyckpt.run is None else self._easyckpt.run.carried.added_to(loss)
+        return loss if self._easyckpt.run is None else self._easyckpt.run.trained(loss)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        run = self._easyckpt.run
-        if run is None or versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self))):
+        run, alone = self._easyckpt.run, self._easyckpt.synchronous
+        if alone is not None:  # with all that the program itself adds
+            write, trial = super()._save_checkpoint, kwargs.get("trial", args[1] if len(args) > 1 else None)  # type: ignore[misc]
+            alone.save(lambda: write(*args, **kwargs), trial)
+        elif run is None or versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self))):
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
         else:
             with run.files_added():
@@ -118,12 +123,9 @@ class Inside(Trainer):  # type: ignore[misc]
     _easyckpt: Wrapping
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        run, stock = self._easyckpt.run, self._easyckpt.synchronous
+        run = self._easyckpt.run
         if run is not None:
             run.request_save(kwargs.get("metrics", args[0] if args else None))
-        elif stock is not None:
-            write = super()._save_checkpoint
-            stock.save(lambda: write(model, trial, *args, **kwargs), trial)
         else:
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
@@ -156,6 +158,18 @@ def _warn_of_own_loading(trainer: Any) -> None:
         _log.warning(
             "%s overrides %s, which is not called when easyckpt restores: what it loads beside the Trainer's own state "
             "has to be loaded in a callback's on_train_begin",
+            type(trainer).__name__,
+            ", ".join(own),
+        )
+
+
+def _warn_of_own_training(trainer: Any) -> None:
+    ours = (Outside, Inside, type(trainer))
+    own = [one for one in ("train", "_inner_training_loop") if not versions.is_stock(type(trainer), one, ours)]
+    if own:
+        _log.warning(
+            "%s overrides %s, which is handed a directory that holds the Trainer's state alone, since easyckpt "
+            "restores the rest: what it would load from the checkpoint beside that is not there",
             type(trainer).__name__,
             ", ".join(own),
         )
