@@ -25,9 +25,17 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if self._trainer._easyckpt.run is not None:
             self._trainer._easyckpt.run.start()
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
+        if self._trainer._easyckpt.run is not None:
+            self._trainer._easyckpt.run.begin_step()
+
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
             self._trainer._easyckpt.run.begin_epoch()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
+        if self._trainer._easyckpt.run is not None:
+            self._trainer._easyckpt.run.stops.end_step(control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:

@@ -134,7 +134,7 @@ def _is_known(container: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The tensor, which lives on here, so that no other is in its place; and how often it was written."""
+    """A tensor, which lives on here, so that no other is in its place; and how often it was written."""
 
     tensor: torch.Tensor
     times: int

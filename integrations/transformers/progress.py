@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.transformers import versions
 from easyckpt.integrations.transformers.own import Own
+from easyckpt.integrations.transformers.unsaved import Buffers
 
 _FIRST_BYTES = 1 << 16
 
@@ -66,6 +67,7 @@ class Progress:
     def __init__(self) -> None:
         self.trainer: Any = None
         """Whose state it is, once there is one."""
+        self.buffers: Buffers | None = None
         self.loss = torch.zeros((), dtype=torch.float64)
         """The running loss since the last log."""
         self.restored: dict[str, Any] | None = None
@@ -89,6 +91,7 @@ class Progress:
                 "best_model_checkpoint": best,
                 "own": self.own.state() if self.own is not None else None,
             },
+            "buffers": self.buffers.changed() if self.buffers is not None else {},
             "loss": self.loss,
             "total_loss": versions.loss_in_all(self.trainer),
             "logged_at": int(self.trainer._globalstep_last_logged),
@@ -134,6 +137,8 @@ def put_back(trainer: Any, progress: Progress) -> None:
     """What the Trainer itself does not take out of ``trainer_state.json``."""
     value = progress.restored
     assert value is not None
+    if progress.buffers is not None:
+        progress.buffers.put_back(value["buffers"])
     trainer._total_loss_scalar = value["total_loss"]
     trainer._globalstep_last_logged = value["logged_at"]
     trainer.current_flos = value["flos"]

@@ -22,8 +22,8 @@ from easyckpt.distributed.agree import all_good
 from easyckpt.errors import EasyckptError, NoCheckpoint, UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
+from easyckpt.integrations.transformers import overridden, scratch, unsaved, versions
 from easyckpt.integrations.transformers import progress as trainer_progress
-from easyckpt.integrations.transformers import scratch, versions
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
 from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
@@ -33,6 +33,8 @@ from easyckpt.integrations.transformers.plan import Planner
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
+from easyckpt.integrations.transformers.stops import Stops
+from easyckpt.integrations.transformers.unsaved import OwnState
 from easyckpt.loading.loader import Restored
 from easyckpt.prospect import Prospect
 
@@ -54,6 +56,8 @@ class TrainingRun:
         self._private: str | None = None
         self._in_epoch_end = self._requested = self._rescaled = self._within_step = self._must_be_taken = False
         self._trains = False
+        self._requests = 0
+        self._own_state: OwnState | None = None
         self._snapshot_at = self._flushed_at = self._counted_at = -1
         self._best: list[int] = []
         try:
@@ -116,8 +120,10 @@ class TrainingRun:
     def start(self) -> None:
         """Model, optimizer and scheduler are made: take over, and restore them."""
         trainer = self._trainer
+        overridden.warn_of_own_loop(trainer, in_epoch=False)
         trainer.state.global_step = int(trainer.state.global_step)
         self.progress.trainer, self.progress.own = trainer, Own(trainer)
+        self.progress.buffers = trainer._easyckpt.buffers = unsaved.buffers_of(trainer)
         self.files.learn_early(trainer)
         assert self._prospect is not None
         prospect = self._prospect
@@ -127,6 +133,8 @@ class TrainingRun:
         handler = trainer.callback_handler
         self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save)
         handler.on_save = _heard_later
+        self.stops = Stops(handler.on_substep_end, lambda: self._requested)
+        handler.on_substep_end = self.stops.on_substep_end
         self._keep_best()
         self._must_be_taken = self._may_end_with_half_a_step()
         self.data.on_batch = checkpointer._position.on_batch
@@ -171,7 +179,7 @@ class TrainingRun:
         if self._checkpointer is None:
             return
         self.progress.trainer = None
-        vars(self._trainer.callback_handler).pop("on_save", None)
+        self._let_go_of_events()
         checkpointer, self._checkpointer = self._checkpointer, None
         found = self.origin.found
         checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
@@ -193,6 +201,17 @@ class TrainingRun:
             again = prospect.look(state)
         self.origin = dataclasses.replace(self.origin, step=again.step, found=again)
         self._tell_trainer()
+
+    def begin_step(self) -> None:
+        """A step is about to begin."""
+        overridden.warn_of_own_loop(self._trainer, in_epoch=True)
+        if self._own_state is None:
+            self._own_state = OwnState(self._trainer.callback_handler.callbacks)
+        self.check_told()
+
+    def check_told(self) -> None:
+        """Whether this run was told of all that was trained. Called at a step's begin, and at the end."""
+        overridden.warn_of_what_was_not_told(self._trainer, None if self._checkpointer is None else self._counted_at)
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
@@ -217,6 +236,7 @@ class TrainingRun:
         """The Trainer wants a checkpoint of this step. `metrics`: up to 4.46, by which it is judged here."""
         trainer = self._trainer
         self._requested = True
+        self._requests += 1
         if trainer.hp_search_backend is None:
             trainer.store_flos()
         state = trainer.state
@@ -227,19 +247,26 @@ class TrainingRun:
             state.best_model_checkpoint = self.saves.path(best)
         self._keep_best()
 
+    def make_way(self) -> None:
+        """The checkpoint's directory may have been made already, with nothing in it."""
+        self.saves.make_way(self._trainer.state.global_step)
+
     @contextlib.contextmanager
     def files_added(self) -> Iterator[None]:
         """Within it, the program's own ``_save_checkpoint`` finds the checkpoint's directory, and may write into it."""
         directory = self.saves.path(self._trainer.state.global_step)
         mine = self._trainer.args.should_save and not os.path.lexists(directory)
+        before = self._requests
         if mine:
             scratch.make_at(directory)
         try:
             yield
         finally:
-            if mine:
+            if mine and self._requests > before:
                 self.files.added = scratch.read_all(directory)
                 scratch.remove(directory)
+            elif mine:  # what it has written is a checkpoint of its own
+                scratch.remove_empty(directory)
 
     def _keep_best(self) -> None:
         """What the Trainer's state names as the best checkpoint stays, and the one before it until that is there."""
@@ -323,6 +350,8 @@ class TrainingRun:
         checkpointer, control = self._checkpointer, self._trainer.control
         assert checkpointer is not None
         self.files.learn(self._trainer)
+        if self._own_state is not None:
+            self._own_state.tell()
         control.should_save = True  # as it is when the Trainer writes its state
         try:
             if self._options.on_save == "wait":  # so the snapshot must be whole before the next optimizer step
@@ -369,9 +398,13 @@ class TrainingRun:
             return checkpointer.close  # nothing was left to do but the checkpoint that a kill has prevented
         return checkpointer.leave
 
+    def _let_go_of_events(self) -> None:
+        for name in ("on_save", "on_substep_end"):
+            vars(self._trainer.callback_handler).pop(name, None)
+
     def _tidy(self) -> None:
         self.progress.trainer = None
-        vars(self._trainer.callback_handler).pop("on_save", None)
+        self._let_go_of_events()
         if self._private is not None:
             scratch.remove(self._private)
 

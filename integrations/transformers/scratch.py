@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -32,6 +33,12 @@ def read_all(directory: str) -> dict[str, bytes]:
             with open(path, "rb") as file:
                 found[os.path.relpath(path, directory)] = file.read()
     return found
+
+
+def remove_empty(directory: str) -> None:
+    """Remove it if there is nothing in it."""
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
 
 
 def remove(directory: str) -> None:

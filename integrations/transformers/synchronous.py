@@ -28,7 +28,7 @@ from easyckpt.integrations.transformers import agreeing, committing, stock, vers
 from easyckpt.integrations.transformers.components import ours
 from easyckpt.integrations.transformers.judging import Demands
 from easyckpt.integrations.transformers.options import Options
-from easyckpt.integrations.transformers.stock import step_of
+from easyckpt.integrations.transformers.stock import STATE, step_of
 from easyckpt.saving.owning import owned_root
 from easyckpt.storage.local import LocalStorage
 from easyckpt.storage.records_apart import place_of
@@ -73,6 +73,7 @@ class SynchronousRun:
     def __init__(self, trainer: Any, reason: str, options: Options, resume: Any) -> None:
         self._trainer = trainer
         args = trainer.args
+        self._directory = os.path.abspath(args.output_dir)
         if args.process_index == 0:
             _log.warning(
                 "%s: the state is saved by the Trainer itself, while training waits, and each checkpoint is committed "
@@ -83,7 +84,7 @@ class SynchronousRun:
         self._timeout = max(settings.peer_timeout, float(args.ddp_timeout))
         together = dist.is_available() and dist.is_initialized()
         self._ranks = discover() if together else Ranks(0, 1, 0, 1)
-        self._begun_at: int | None = None
+        self._is_first = True
         self._told = False  # that an error has ended this run: all ranks have agreed on it
         self._check: Callable[[], None] = lambda: None
         self._leaving = contextlib.ExitStack()
@@ -96,6 +97,8 @@ class SynchronousRun:
             if reason != SEARCH:  # whose trials may run side by side, each in a directory of its own
                 self._all("the lease", (lambda: self._own(storage, settings)) if self._commits else None)
             self.path = agreeing.where_to_go_on(self._all, storage, resume, self._demands)
+            has_state = bool(self.path) and os.path.exists(os.path.join(self.path or "", STATE))
+            self._begins_at = step_of(self.path or "") if has_state else 0  # without one, the Trainer raises
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -130,29 +133,35 @@ class SynchronousRun:
 
     def save(self, write: Callable[[], None], trial: Any) -> None:
         """Have the Trainer `write` its checkpoint, then commit it; older ones go after that."""
-        args = self._trainer.args
-        limit, step = args.save_total_limit, self._trainer.state.global_step
-        storage = place_of(_NAMING, self._trainer._get_output_dir(trial=trial))
-        self._all("a checkpoint begins", (lambda: self._prepare(storage, step)) if self._commits else None)
-        args.save_total_limit = None
+        args, step = self._trainer.args, self._trainer.state.global_step
+        limit, output_dir = args.save_total_limit, args.output_dir
+        if os.path.abspath(output_dir) != self._directory:  # it is relative, and the program has gone elsewhere
+            args.output_dir = self._directory
         each_node = versions.weights_on_each_node(self._trainer.model) if args.save_on_each_node else nullcontext()
         try:
+            storage = place_of(_NAMING, self._trainer._get_output_dir(trial=trial))
+            self._all("a checkpoint begins", (lambda: self._prepare(storage, step)) if self._commits else None)
+            args.save_total_limit = None
             with each_node:
-                write()
+                self._written(write, step)
+        finally:
+            args.save_total_limit, args.output_dir = limit, output_dir
+        self._all("a checkpoint is written", None)
+        self._all("a checkpoint is committed", (lambda: self._commit(storage, step)) if self._commits else None)
+
+    def _written(self, write: Callable[[], None], step: int) -> None:
+        try:
+            write()
         except BaseException as error:
             self._channel.fail(f"the Trainer could not save step {step}: {type(error).__name__}: {error}")
             raise
-        finally:
-            args.save_total_limit = limit
-        self._all("a checkpoint is written", None)
-        self._all("a checkpoint is committed", (lambda: self._commit(storage, step)) if self._commits else None)
 
     def _prepare(self, storage: LocalStorage, step: int) -> None:
         self._check()
         storage.makedirs("")
-        if self._begun_at is None:
-            self._begun_at = 0 if self.path is None else step_of(self.path)
-            committing.set_aside(storage, self._begun_at)
+        if self._is_first:
+            committing.set_aside(storage, self._begins_at)
+            self._is_first = False
         committing.begin(storage, step)
 
     def _commit(self, storage: LocalStorage, step: int) -> None:

@@ -25,7 +25,5 @@ def tokenizer(texts: list[str]) -> Any:
     vocabulary = {word: number for number, word in enumerate([PADDING, END, UNKNOWN, *words])}
     made = Tokenizer(models.WordLevel(vocabulary, UNKNOWN))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"unk_token": UNKNOWN, "pad_token": PADDING, "eos_token": END}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, padding_side="left", model_input_names=MODEL_INPUTS, **special
-    )
+    special = {"unk_token": UNKNOWN, "pad_token": PADDING, "eos_token": END, "model_input_names": MODEL_INPUTS}
+    return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **special)

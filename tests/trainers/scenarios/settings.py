@@ -54,3 +54,16 @@ def tokens_averaged() -> Setup:
     """Losses are weighed by the tokens of all ranks, whose sequences differ in length."""
     arguments = {"average_tokens_across_devices": True, "gradient_accumulation_steps": 2}
     return Setup(arguments, models.llama(), Sequences(LONG, (4, 16)), more={"data_collator": Padding()})
+
+
+@scenario()
+def just_in_time() -> Setup:
+    """The Trainer saves by itself when SIGTERM comes (from 5.0 on)."""
+    return Setup(known({"enable_jit_checkpoint": True}), train=NoisySequences(EIGHT))
+
+
+@scenario()
+def just_in_time_ga2() -> Setup:
+    """The same between the batches of a step."""
+    arguments = {"gradient_accumulation_steps": 2, **known({"enable_jit_checkpoint": True})}
+    return Setup(arguments, train=NoisySequences(LONG))
