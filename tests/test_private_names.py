@@ -59,7 +59,7 @@ TABLE: dict[str, set[str]] = {
     "_train_batch_size": {"transformers/run.py"},
 }
 #: Not in each version; nothing is missed where they are not.
-COMES_AND_GOES = {"_rotate_checkpoints", "_run_epoch", "_sorted_checkpoints", "_tr_loss"}
+COMES_AND_GOES = {"_rotate_checkpoints", "_run_epoch", "_save_tpu", "_sorted_checkpoints", "_tr_loss"}
 #: Of torch and NumPy.
 OTHERS = {"_buffers", "_growth_tracker", "_non_persistent_buffers_set", "_reconstruct"}
 
