@@ -1,7 +1,7 @@
 """What an Accelerator has prepared, as components of a Checkpointer's state.
 
-Private names of accelerate that are used here and nowhere else: ``Accelerator._models``, ``_optimizers``,
-``_schedulers`` and ``_custom_objects``. Supported from 1.0 on; read, and run by the tests, on 1.15.
+They are kept in private names, which are listed by `tests/test_private_names.py`. Supported from 1.0 on; read, and run
+by the tests, on 1.15.
 """
 
 from __future__ import annotations

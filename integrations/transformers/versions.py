@@ -1,6 +1,7 @@
-"""Everything that touches a private name of transformers or accelerate, with the versions that have it.
+"""What differs between versions of transformers and accelerate, and what is put in the place of their functions.
 
-Supported: transformers from 4.46 to 5, accelerate from 1.0 on. Read, and run by the tests, on 4.57 and 5.24.
+Which private names of theirs are used, here and elsewhere, is listed by `tests/test_private_names.py`, which looks for
+each in both major versions. Supported: see `supported.py`. Read, and run by the tests, on 4.57 and 5.24.
 """
 
 from __future__ import annotations
