@@ -13,6 +13,9 @@ from easyckpt.format.layout import MAX_RANK, MAX_STEP, checked, checked_number, 
 #: Where the run's own records are (`layout.RECORDS`), below the directory of checkpoints.
 RECORDS_DIRECTORY = "_easyckpt"
 
+#: Where the program writes what it adds to a checkpoint by itself.
+PROGRAMS_DIRECTORY = "_easyckpt-added"
+
 _STEP = r"checkpoint-(?P<step>0|[1-9][0-9]{0,17})"
 _WORD = r"[0-9A-Za-z_-]{1,64}"
 _TEMPORARY, _STALE, _TRASH = "_easyckpt-tmp-", "_easyckpt-stale-", "_easyckpt-trash-"

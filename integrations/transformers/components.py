@@ -70,7 +70,8 @@ class Files:
         self._seen: Any = None
         """What the files were made of, where that says all of them."""
         self.added: dict[str, bytes] = {}
-        """Files that the program adds to this step's checkpoint by itself."""
+        """Files that the program adds to a step's checkpoint by itself."""
+        self._added_at = -1
 
     def learn(self, trainer: Any) -> None:
         """Have the Trainer say which they are now. All ranks call it: a program's own saving may wait for all."""
@@ -87,12 +88,19 @@ class Files:
             self._recipe, self._value = fresh, _tensors_of(fresh)
         self._learnt_at = int(trainer.state.global_step)
 
+    def added_at(self, step: int) -> dict[str, bytes]:
+        """Where files that are added at `step` belong: with those that were added at that step before."""
+        if step != self._added_at:
+            self.added, self._added_at = {}, step
+        return self.added
+
     def state_dict(self) -> dict[str, Any]:
         """As tensors, which cost a copy at each step and nothing else.
 
         What holds weights that are in no component is of the step at which it was learnt, and of no other.
         """
-        added = {name: _bytes(content) for name, content in self.added.items()}
+        here = self._learnt_at == self._added_at
+        added = {name: _bytes(content) for name, content in self.added.items()} if here else {}
         return {ASIDE: {**self._value, "added": added, "learnt_at": self._learnt_at}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

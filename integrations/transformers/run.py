@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,8 +21,8 @@ from easyckpt.dialects import of_trainer
 from easyckpt.errors import UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
+from easyckpt.integrations.transformers import apart, scratch, versions
 from easyckpt.integrations.transformers import progress as trainer_progress
-from easyckpt.integrations.transformers import scratch, versions
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
 from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
@@ -31,6 +32,12 @@ from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
 from easyckpt.prospect import Prospect
+
+_log = logging.getLogger("easyckpt")
+
+#: When the program asks for a save. At the "end" of a step it is made with the step's snapshot. Where a step has
+#: "begun", its batches are read, and the state of the step before is in its snapshot alone. Else all is "still".
+Moment = Literal["still", "begun", "end"]
 
 
 class TrainingRun:
@@ -48,8 +55,11 @@ class TrainingRun:
         self._prospect: Prospect | None = self._opened()
         self._checkpointer: FrameworkCheckpointer | None = None
         self._private: str | None = None
-        self._in_epoch_end = self._requested = self._rescaled = False
-        self._snapshot_at = self._flushed_at = self._counted_at = -1
+        self._apart = False
+        """The program's own ``_save_checkpoint`` is running."""
+        self._in_epoch_end = self._requested = self._rescaled = self._over = False
+        self._moment: Moment = "begun"
+        self._snapshot_at = self._counted_at = -1
         self._best: list[int] = []
         try:
             self.origin: Origin = find_origin(self._prospect, resume, {PROGRESS: self.progress, DATA: self.data})
@@ -94,13 +104,18 @@ class TrainingRun:
         checkpointer = self._checkpointer = prospect.checkpointer(state)
         self._prospect = None
         handler = trainer.callback_handler
-        self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save)
+        self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save, self._forget_best)
+        self._root = prospect.root
+        if trainer.args.process_index == 0:
+            apart.forget(self._root)
         handler.on_save = _heard_later
         self._keep_best()
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
             checkpointer.begin_at(self.origin.step)
-            self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
+            self._counted_at = self.origin.step
+            self._snapshot_at = self.origin.step or -1
+            self._moment = "begun" if self.origin.step else "still"
             return
         if self.origin.found is not None:
             checkpointer.load_found(self.origin.found, explicit=self.origin.explicit)
@@ -112,7 +127,8 @@ class TrainingRun:
         self.data.restore = checkpointer._restore_generators
         if trainer.args.ignore_data_skip or self._rescaled:
             self.data.resumed = None
-        self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
+        self._snapshot_at = self._counted_at = self.origin.step
+        self.saves.found(checkpointer.committed_before())
         self._make_what_was_lost()
 
     def _make_what_was_lost(self) -> None:
@@ -150,12 +166,20 @@ class TrainingRun:
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
-        self._in_epoch_end = False
+        self._in_epoch_end, self._moment = False, "begun"
         self.data.begin_epoch()
+
+    def come_to_end(self) -> None:
+        """A step was made: what is asked for from here on is done when it has been logged and evaluated."""
+        self._moment = "end"
+
+    def end_training(self) -> None:
+        """No step follows: what is asked for from here on is done at once."""
+        self._moment, self._over = "still", True
 
     def end_epoch(self) -> None:
         """The last step of a pass has ended; what belongs to the end of the epoch comes now."""
-        self._in_epoch_end = True
+        self._in_epoch_end, self._moment = True, "end"
 
     def log(self, values: Mapping[str, Any]) -> None:
         """The Trainer has logged `values`: they are kept with the snapshot, and beside the checkpoints."""
@@ -167,6 +191,8 @@ class TrainingRun:
         """The Trainer wants a checkpoint of this step. `metrics`: up to 4.46, by which it is judged here."""
         trainer = self._trainer
         self._requested = True
+        if self._apart:
+            apart.make_checkpoint(trainer)
         if trainer.hp_search_backend is None:
             trainer.store_flos()
         state = trainer.state
@@ -177,34 +203,63 @@ class TrainingRun:
             state.best_model_checkpoint = self.saves.path(best)
         self._keep_best()
 
-    @contextlib.contextmanager
-    def files_added(self) -> Iterator[None]:
-        """Within it, the program's own ``_save_checkpoint`` finds the checkpoint's directory, and may write into it."""
-        directory = self.saves.path(self._trainer.state.global_step)
-        mine = self._trainer.args.should_save and not os.path.lexists(directory)
-        if mine:
-            scratch.make_at(directory)
-        try:
-            yield
-        finally:
-            if mine:
-                self.files.added = scratch.read_all(directory)
-                scratch.remove(directory)
+    def save_asked(self, save: Callable[[], None], *, own: bool) -> None:
+        """``_save_checkpoint`` is called, by whomever, and `save` goes on with it; `own`: it is the program's."""
+        step = int(self._trainer.state.global_step)
+        if own:
+            self._apart = True
+            with apart.written_apart(self._trainer, self._root, self.files.added_at(step)):
+                save()
+            self._apart = False
+        else:
+            save()
+        if self._requested and self._moment != "end":
+            self._save_between(step)
+
+    def _save_between(self, step: int) -> None:
+        """A save that is asked for elsewhere than at the end of a step, as of the step that was made last."""
+        assert self._checkpointer is not None
+        if self._moment == "still":
+            self._take(step)
+            if self._over:
+                self.drain()
+        elif step == self._snapshot_at:
+            self._requested = False
+            if self.files.added:
+                _log.warning("step %d: files that _save_checkpoint adds after its end are in no checkpoint", step)
+                self.files.added = {}
+            if not self.saves.known(step):
+                self.saves.add(step, self._checkpointer.save(step))
+        else:
+            _log.warning("there is no snapshot of step %d any more: the step that has begun is saved at its end", step)
+
+    def _forget_best(self, step: int) -> None:
+        """The checkpoint of `step` does not come to be: where it was the best one, the one before it is that again."""
+        if step in self._best:
+            self._best.remove(step)
+            state = self._trainer.state
+            if self.saves.step_of(state.best_model_checkpoint) == step:
+                state.best_model_checkpoint = self.saves.path(self._best[-1]) if self._best else None
+            self._choose()
 
     def _keep_best(self) -> None:
         """What the Trainer's state names as the best checkpoint stays, and the one before it until that is there."""
         step = self.saves.step_of(self._trainer.state.best_model_checkpoint)
         if step is not None and step not in self._best[-1:]:
             self._best.append(step)
-            assert self._checkpointer is not None
-            policy = self._checkpointer.policy
-            self._checkpointer.policy = dataclasses.replace(policy, chosen=tuple(self._best))
+            self._choose()
+
+    def _choose(self) -> None:
+        assert self._checkpointer is not None
+        policy = self._checkpointer.policy
+        self._checkpointer.policy = dataclasses.replace(policy, chosen=tuple(self._best))
 
     def end_step(self, loss: torch.Tensor) -> None:
         """The Trainer has logged and evaluated: the state of the step is complete, unless its epoch ends with it."""
         trainer, checkpointer = self._trainer, self._checkpointer
         if checkpointer is None:
             return
+        self._moment = "end"  # also where no event has said so
         self.progress.loss = loss.detach()
         step = trainer.state.global_step
         if step > self._counted_at:
@@ -216,6 +271,7 @@ class TrainingRun:
         if preempted:
             self.request_save()
         self._take(step)
+        self._moment = "begun"
         self.saves.deliver(step)
         if preempted:
             trainer.control.should_training_stop = True
@@ -238,7 +294,10 @@ class TrainingRun:
         checkpointer = self._checkpointer
         assert checkpointer is not None
         requested, self._requested = self._requested, False
-        if requested and step > self._flushed_at:
+        if requested:
+            if step <= self._snapshot_at:  # as with the Trainer itself, the later of two saves of a step counts
+                self.saves.deliver(step, wait=True)
+                checkpointer.begin_again(step)
             self.files.learn(self._trainer)
             skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
             control = self._trainer.control
@@ -246,9 +305,8 @@ class TrainingRun:
             waits = self._options.on_save == "wait"  # so the snapshot must be whole before the next optimizer step
             future = checkpointer.save(step) if waits else checkpointer.flush(step, skip=skip)
             control.should_save = False
-            self.files.added = {}
             self.saves.add(step, future)
-            self._flushed_at = self._snapshot_at = step
+            self._snapshot_at = step
             if waits:
                 self.saves.deliver(step, wait=True)
         elif step > self._snapshot_at:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -32,27 +32,40 @@ class Saves:
     """Of one run. Callbacks hear of a checkpoint when it is complete: on all ranks at the end of the same step."""
 
     def __init__(
-        self, trainer: Any, checkpointer: FrameworkCheckpointer, root: str, on_save: Callable[..., Any]
+        self,
+        trainer: Any,
+        checkpointer: FrameworkCheckpointer,
+        root: str,
+        on_save: Callable[..., Any],
+        on_lost: Callable[[int], None],
     ) -> None:
+        """`on_lost` is told of a step whose checkpoint does not come to be."""
+        self._on_lost = on_lost
         self._trainer, self._checkpointer, self._root, self._on_save = trainer, checkpointer, root, on_save
-        self._output_dir = os.path.abspath(trainer.args.output_dir)
+        self._given, self._output_dir = trainer.args.output_dir, os.path.abspath(trainer.args.output_dir)
+        self._made: set[int] = set()
         self._pending: list[_Pending] = []
 
     def path(self, step: int) -> str:
         """The checkpoint's directory, as the Trainer knows it; an audit has its runs' checkpoints elsewhere."""
-        return os.path.join(self._trainer.args.output_dir, TrainerNaming().committed(step))
+        return os.path.join(self._given, TrainerNaming().committed(step))
 
     def step_of(self, path: str | None) -> int | None:
         """The step of the checkpoint at `path`; None for what is none of this directory's."""
         folder, name = os.path.split(path or "")
-        ours = folder == self._trainer.args.output_dir or os.path.realpath(folder) == os.path.realpath(self._output_dir)
+        ours = folder == self._given or os.path.realpath(folder) == os.path.realpath(self._output_dir)
         return TrainerNaming().parse_committed(name) if ours else None
 
     def known(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is there, or on its way."""
-        return any(save.step == step for save in self._pending) or os.path.isdir(
-            os.path.join(self._root, TrainerNaming().committed(step))
-        )
+        """Whether this training has the checkpoint of `step`, or it is on its way. All ranks say the same.
+
+        What else has that name (of another training, damaged, made by the program) is none.
+        """
+        return step in self._made or any(save.step == step for save in self._pending)
+
+    def found(self, steps: Iterable[int]) -> None:
+        """The training goes on from one that has made the checkpoints of `steps`."""
+        self._made.update(steps)
 
     def add(self, step: int, future: Future[int]) -> None:
         """A checkpoint is on its way."""
@@ -88,6 +101,10 @@ class Saves:
 
     def _tell(self, save: _Pending) -> None:
         error = save.future.exception()
+        if error is not None or save.future.result() != save.step:
+            self._on_lost(save.step)
+        else:
+            self._made.add(save.step)
         if error is not None:
             if not isinstance(error, SaveError):  # those are raised by the engine, as its settings say
                 raise error

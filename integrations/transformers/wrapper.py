@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,11 +66,13 @@ class Outside:
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run = self._easyckpt.run
-        if run is None or versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self))):
-            super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        save = functools.partial(super()._save_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        if run is None:
+            save()
         else:
-            with run.files_added():
-                super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            run.save_asked(
+                save, own=not versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self)))
+            )
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self._easyckpt.run is not None:
