@@ -78,6 +78,17 @@ class FrameworkCheckpointer(Checkpointer):
         return [int(step) for step in made]
 
     @guarded
+    def flush_taken(self, step: int) -> Future[int] | None:
+        """Flush the snapshot of `step`, the newest; None where not all ranks have one. The live state is not asked.
+
+        All ranks call it.
+        """
+        here = self._saver.has_taken(self._check_step(step))
+        name = f"the snapshot of step {step}"
+        everywhere = all(self._channel.exchange(name, here, self._config.peer_timeout))
+        return self._parts.coordinator.due(step, forced=True) if everywhere else None
+
+    @guarded
     def begin_again(self, step: int) -> None:
         """The next save is of `step` once more, and takes the place of what was saved of it.
 

@@ -53,6 +53,12 @@ class Saver:
         self._catch_up.forget()
         self._parts.coordinator.begin_line(None, committed=committed, adopted=adopted)
 
+    def has_taken(self, step: int) -> bool:
+        """Whether there is a snapshot of `step` on the line; it is made whole for that."""
+        self._ready_line()
+        self._parts.stager.end_window("wait")
+        return self._holds(step)
+
     def begin_again(self, step: int) -> None:
         """`step`, of which there is a snapshot, is to be saved once more: a line begins on which there is none yet."""
         self._parts.stager.end_window("wait")

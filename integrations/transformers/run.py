@@ -23,6 +23,7 @@ from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import apart, scratch, versions
 from easyckpt.integrations.transformers import progress as trainer_progress
+from easyckpt.integrations.transformers.best import Best
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
 from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
@@ -60,7 +61,6 @@ class TrainingRun:
         self._in_epoch_end = self._requested = self._rescaled = self._over = False
         self._moment: Moment = "begun"
         self._snapshot_at = self._counted_at = -1
-        self._best: list[int] = []
         try:
             self.origin: Origin = find_origin(self._prospect, resume, {PROGRESS: self.progress, DATA: self.data})
             if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
@@ -104,12 +104,12 @@ class TrainingRun:
         checkpointer = self._checkpointer = prospect.checkpointer(state)
         self._prospect = None
         handler = trainer.callback_handler
-        self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save, self._forget_best)
+        self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save)
         self._root = prospect.root
         if trainer.args.process_index == 0:
             apart.forget(self._root)
         handler.on_save = _heard_later
-        self._keep_best()
+        self.best = self.saves.best = Best(trainer, checkpointer, self.saves)
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
             checkpointer.begin_at(self.origin.step)
@@ -155,7 +155,7 @@ class TrainingRun:
         checkpointer, self._checkpointer = self._checkpointer, None
         checkpointer.leave()
         self._prospect = self._opened()
-        self._best, self._requested = [], False
+        self._requested = False
         if self.origin.found is not None:
             found = self._prospect.look({PROGRESS: self.progress, DATA: self.data}, step=self.origin.step)
             self.origin = dataclasses.replace(self.origin, found=found)
@@ -201,7 +201,7 @@ class TrainingRun:
         best = getattr(state, "best_global_step", None)
         if best and trainer.args.save_strategy != "no" and (best == state.global_step or self.saves.known(best)):
             state.best_model_checkpoint = self.saves.path(best)
-        self._keep_best()
+        self.best.keep()
 
     def save_asked(self, save: Callable[[], None], *, own: bool) -> None:
         """``_save_checkpoint`` is called, by whomever, and `save` goes on with it; `own`: it is the program's."""
@@ -223,36 +223,19 @@ class TrainingRun:
             self._take(step)
             if self._over:
                 self.drain()
-        elif step == self._snapshot_at:
+            return
+        if self.files.added_at(step):
+            _log.warning("step %d: files that _save_checkpoint adds after its end are in no checkpoint", step)
+            self.files.added.clear()
+        if self.saves.known(step):
             self._requested = False
-            if self.files.added:
-                _log.warning("step %d: files that _save_checkpoint adds after its end are in no checkpoint", step)
-                self.files.added = {}
-            if not self.saves.known(step):
-                self.saves.add(step, self._checkpointer.save(step))
-        else:
+            return
+        future = self._checkpointer.flush_taken(step)
+        if future is None:
             _log.warning("there is no snapshot of step %d any more: the step that has begun is saved at its end", step)
-
-    def _forget_best(self, step: int) -> None:
-        """The checkpoint of `step` does not come to be: where it was the best one, the one before it is that again."""
-        if step in self._best:
-            self._best.remove(step)
-            state = self._trainer.state
-            if self.saves.step_of(state.best_model_checkpoint) == step:
-                state.best_model_checkpoint = self.saves.path(self._best[-1]) if self._best else None
-            self._choose()
-
-    def _keep_best(self) -> None:
-        """What the Trainer's state names as the best checkpoint stays, and the one before it until that is there."""
-        step = self.saves.step_of(self._trainer.state.best_model_checkpoint)
-        if step is not None and step not in self._best[-1:]:
-            self._best.append(step)
-            self._choose()
-
-    def _choose(self) -> None:
-        assert self._checkpointer is not None
-        policy = self._checkpointer.policy
-        self._checkpointer.policy = dataclasses.replace(policy, chosen=tuple(self._best))
+        else:
+            self._requested = False
+            self.saves.add(step, future)
 
     def end_step(self, loss: torch.Tensor) -> None:
         """The Trainer has logged and evaluated: the state of the step is complete, unless its epoch ends with it."""
@@ -316,7 +299,7 @@ class TrainingRun:
     def _must_be_made(self, step: int) -> bool:
         """Whether this checkpoint may not be skipped for the sake of speed: nothing will come in its place."""
         trainer = self._trainer
-        best = step in self._best
+        best = step in self.best
         ends = trainer.control.should_training_stop or step >= trainer.state.max_steps
         return best or ends
 

@@ -32,15 +32,10 @@ class Saves:
     """Of one run. Callbacks hear of a checkpoint when it is complete: on all ranks at the end of the same step."""
 
     def __init__(
-        self,
-        trainer: Any,
-        checkpointer: FrameworkCheckpointer,
-        root: str,
-        on_save: Callable[..., Any],
-        on_lost: Callable[[int], None],
+        self, trainer: Any, checkpointer: FrameworkCheckpointer, root: str, on_save: Callable[..., Any]
     ) -> None:
-        """`on_lost` is told of a step whose checkpoint does not come to be."""
-        self._on_lost = on_lost
+        self.best: Any = None
+        """Hears of a checkpoint that does not come to be."""
         self._trainer, self._checkpointer, self._root, self._on_save = trainer, checkpointer, root, on_save
         self._given, self._output_dir = trainer.args.output_dir, os.path.abspath(trainer.args.output_dir)
         self._made: set[int] = set()
@@ -102,7 +97,7 @@ class Saves:
     def _tell(self, save: _Pending) -> None:
         error = save.future.exception()
         if error is not None or save.future.result() != save.step:
-            self._on_lost(save.step)
+            self.best.forget(save.step)
         else:
             self._made.add(save.step)
         if error is not None:

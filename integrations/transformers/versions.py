@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -119,6 +120,21 @@ def leave_skipping(to: Callable[[Any, int], bool]) -> None:
 
     skip._easyckpt = True  # type: ignore[attr-defined]
     trainer_module.skip_first_batches = skip
+
+
+def drop_signal_callback(trainer: Any) -> bool:
+    """Take out the callback that ``enable_jit_checkpoint`` (from 5.0) has put in, and its handler; whether it is there.
+
+    It makes the checkpoint's directory itself, and would leave it empty: the checkpoint is made under another name.
+    """
+    callbacks = trainer.callback_handler.callbacks
+    found = [callback for callback in callbacks if type(callback).__name__ == "JITCheckpointCallback"]
+    for callback in found:
+        callbacks.remove(callback)
+        manager = callback.jit_manager
+        if manager is not None and signal.getsignal(signal.SIGTERM) == manager._sigterm_handler:
+            signal.signal(signal.SIGTERM, manager._original_sigterm_handler)
+    return bool(found)
 
 
 def is_stock(kind: type, method: str, ours: tuple[type, ...]) -> bool:

@@ -46,6 +46,8 @@ class Outside:
             finally:
                 self._easyckpt.synchronous = None
         listen(self)
+        if versions.drop_signal_callback(self):
+            _log.warning("enable_jit_checkpoint: left to easyckpt, which saves at SIGTERM by itself (signals)")
         _warn_of_own_loading(self)
         with TrainingRun(self, self._easyckpt.options, resume_from_checkpoint) as run:
             self._easyckpt.run = run
