@@ -35,16 +35,19 @@ def resolve(
     arguments: Mapping[str, Any],
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
 ) -> CheckpointConfig:
     """Build the configuration from all sources; see the module's docstring for which one wins.
 
     `arguments` holds what the caller gave. `config` is the path of a YAML file, or its content as a mapping. `environ`
-    is os.environ unless given. Raises ConfigError, naming the field and the source.
+    is os.environ unless given. `defaults` are an integration's, where they differ from ours. Raises ConfigError, naming
+    the field and the source.
     """
     environ = os.environ if environ is None else environ
     if config is None:
         config = environ.get(CONFIG_VARIABLE) or None
-    sourced: _Sourced = {}
+    sourced: _Sourced = {name: (value, "the default") for name, value in (defaults or {}).items()}
     if isinstance(config, Mapping):
         sourced |= _from_config(config, "config")
     elif config is not None:

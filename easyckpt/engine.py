@@ -147,7 +147,15 @@ class Checkpointer:
         """
         return self._load(step=step, strict=strict, components=components, explicit=step is not None)
 
-    def _load(self, *, step: int | None, strict: bool, components: Collection[str] | None, explicit: bool) -> Restored:
+    def _load(
+        self,
+        *,
+        step: int | None,
+        strict: bool,
+        components: Collection[str] | None,
+        explicit: bool,
+        timeline: str | None = None,
+    ) -> Restored:
         self._check_open()
         check_names(components)
         begun = time.perf_counter()
@@ -155,7 +163,7 @@ class Checkpointer:
             self._saver.wait(None)
         try:
             wanted = components if self._auditor is None else self._auditor.wanted(components)
-            outcome = self._loader.load(step=step, strict=strict, components=wanted)
+            outcome = self._loader.load(step=step, timeline=timeline, strict=strict, components=wanted)
         except PartlyApplied as error:
             self._broken = error
             raise

@@ -69,14 +69,14 @@ class Farewell:
         finally:
             self._let_go(remove_arena=False, linger=0.0)
 
-    def leave(self) -> None:
+    def leave(self, *, keep_arena: bool) -> None:
         """End where nobody wants the newest snapshot on storage: what was to be flushed has been waited for."""
         try:
             self.begun = True
             self._saver.lose_window()
             self._parts.coordinator.abort(self._parts.config.close_timeout)
         finally:
-            self._let_go(remove_arena=True, linger=FAREWELL_SECONDS)
+            self._let_go(remove_arena=not keep_arena, linger=FAREWELL_SECONDS)
 
     def _drain(self) -> None:
         coordinator, events = self._parts.coordinator, self._parts.events

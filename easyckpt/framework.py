@@ -60,6 +60,14 @@ class FrameworkCheckpointer(Checkpointer):
         return future
 
     @guarded
+    def flush_taken(self, step: int) -> Future[int] | None:
+        """Flush the snapshot that was taken when `step` ended, whatever the state has become since.
+
+        All ranks call it. None where some rank has none.
+        """
+        return self._saver.flush_taken(self._check_step(step))
+
+    @guarded
     def committed_before(self) -> list[int]:
         """Steps of the whole checkpoints in the past of what was restored. All ranks call it, and get the same."""
         origin = self._saver.origin
@@ -78,17 +86,6 @@ class FrameworkCheckpointer(Checkpointer):
         return [int(step) for step in made]
 
     @guarded
-    def flush_taken(self, step: int) -> Future[int] | None:
-        """Flush the snapshot of `step`, the newest; None where not all ranks have one. The live state is not asked.
-
-        All ranks call it.
-        """
-        here = self._saver.has_taken(self._check_step(step))
-        name = f"the snapshot of step {step}"
-        everywhere = all(self._channel.exchange(name, here, self._config.peer_timeout))
-        return self._parts.coordinator.due(step, forced=True) if everywhere else None
-
-    @guarded
     def begin_again(self, step: int) -> None:
         """The next save is of `step` once more, and takes the place of what was saved of it.
 
@@ -100,7 +97,7 @@ class FrameworkCheckpointer(Checkpointer):
     @guarded
     def load_found(self, found: Restored, *, explicit: bool) -> Restored:
         """Restore what a Prospect has found before. `explicit`: the user has named that very step."""
-        return self._load(step=found.step, strict=True, components=None, explicit=explicit)
+        return self._load(step=found.step, timeline=found.timeline, strict=True, components=None, explicit=explicit)
 
     @guarded
     def load_elsewhere(self, path: str) -> Restored:
@@ -118,14 +115,18 @@ class FrameworkCheckpointer(Checkpointer):
             open_checkpoint=self._opened.dialect.open,
             timeout=self._config.peer_timeout,
         )
-        self._begin_at(restored.step, self._known_line(restored.timeline))
+        line = self._known_line(restored.timeline)
+        self._begin_at(Origin(restored.step, line, explicit=True, outside=line is None))
         self._generators = RngComponent().value()
         return restored
 
     @guarded
-    def begin_at(self, step: int) -> None:
-        """Your objects are at `step` by other means than `load` (0: from nothing): the next save opens a line."""
-        self._begin_at(step)
+    def begin_at(self, step: int, *, outside: bool = False) -> None:
+        """Your objects are at `step` by other means than `load` (0: from nothing): the next save opens a line.
+
+        `outside`: by something that is not in this root, so what is here stays where it is.
+        """
+        self._begin_at(Origin(step, None, explicit=True, outside=outside))
 
     def _known_line(self, timeline: str | None) -> str | None:
         """`timeline`, if the root has such a line."""
@@ -137,17 +138,17 @@ class FrameworkCheckpointer(Checkpointer):
         known = done_by_rank_0(self._channel, self._ranks, "the root's lines", look, self._config.peer_timeout)
         return timeline if timeline in known else None
 
-    def _begin_at(self, step: int, timeline: str | None = None) -> None:
+    def _begin_at(self, origin: Origin) -> None:
         self._check_open()
-        self._saver.go_on_from(Origin(step, timeline, explicit=True), adopted=None, committed=-1)
-        self._step = step if step else -1
+        self._saver.go_on_from(origin, adopted=None, committed=-1)
+        self._step = origin.step if origin.step else -1
 
     @guarded
-    def leave(self) -> None:
+    def leave(self, *, keep_memory: bool = False) -> None:
         """End where the newest snapshot is not wanted on storage: flushes that were asked for are waited for."""
         if not (self._inert() or self._farewell.begun):
             try:
                 self._saver.wait(self._config.close_timeout)
             finally:
-                self._farewell.leave()
+                self._farewell.leave(keep_arena=keep_memory)
                 ending.forget(self)

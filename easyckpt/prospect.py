@@ -63,10 +63,11 @@ class Prospect:
         """By which all ranks agree."""
         return self._ground.channel
 
-    def look(self, state: Mapping[str, Any], *, step: int | None = None) -> Restored:
+    def look(self, state: Mapping[str, Any], *, step: int | None = None, timeline: str | None = None) -> Restored:
         """Restore the components in `state`, and nothing else, from the newest whole candidate, or from `step`.
 
-        Raises as Checkpointer.load does. The Checkpointer that is made of this restores the rest by ``load(step=…)``.
+        Several lines of training may have that step; `timeline` says whose is meant. Raises as Checkpointer.load does.
+        The Checkpointer that is made of this restores the rest by `load_found`.
         """
         ground = self._ground
         opened, ranks = ground.opened, ground.ranks
@@ -86,7 +87,7 @@ class Prospect:
             emit=ground.events.emit,
         )
         wanted = tuple(name for name in state if name not in left_out)
-        return loader.load(step=step, strict=True, components=wanted).restored
+        return loader.load(step=step, timeline=timeline, strict=True, components=wanted).restored
 
     @property
     def timeout(self) -> float:

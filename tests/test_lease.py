@@ -17,7 +17,7 @@ from easyckpt.format import layout
 from easyckpt.format.manifest import LeaseRecord
 from easyckpt.memory.owner import OwnerLock
 from easyckpt.storage import lease as lease_module
-from easyckpt.storage import lease_chain
+from easyckpt.storage import lease_chain, process
 from easyckpt.storage.lease import Lease
 from easyckpt.storage.local import LocalStorage
 
@@ -254,6 +254,76 @@ def test_owner_that_dies_while_we_watch(storage, lock_file):
     clock = FakeClock({7: lambda: dead.append(True)})
     make(storage, clock=clock, is_free=lambda path: bool(dead)).acquire()
     assert clock.now == 7
+
+
+HOLDER = """
+import sys
+from easyckpt.memory.owner import OwnerLock
+from easyckpt.storage.lease import Lease
+from easyckpt.storage.local import LocalStorage
+
+lock = OwnerLock(sys.argv[2])
+assert lock.try_acquire()
+lease = Lease(LocalStorage(sys.argv[1]), root_lock_path=lock.path, incarnation="i1", run=sys.argv[3], timeout=60,
+              is_free=OwnerLock.is_free)
+lease.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(storage, lock_file):
+    """Another process that owns the root."""
+    command = [sys.executable, "-c", HOLDER, storage.root, lock_file, RUN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_an_owner_whose_lock_file_was_removed_is_dead_once_its_process_is(storage, lock_file, holder):
+    os.unlink(lock_file)
+    clock, said = FakeClock({7: lambda: (holder.kill(), holder.wait())}), []
+    make(storage, clock=clock, is_free=OwnerLock.is_free).acquire(said.append)
+    assert clock.now == 7
+    assert "a process of this number is still there" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "proven"),
+    [
+        ({}, True),
+        ({"pid": os.getpid()}, True),  # the number is another process's by now
+        ({"host": "node7"}, False),
+        ({"process": ""}, False),
+        ({"process": "another-boot/pid:[1]/time:[1]/1"}, False),
+        ({"pid": 0}, False),
+        ({"pid": 1, "process": process.identity()}, True),
+        ({"pid": os.getpid(), "process": process.identity()}, False),
+    ],
+)
+def test_a_process_is_dead_only_where_its_number_means_the_same(storage, lock_file, holder, change, proven):
+    os.unlink(lock_file)
+    holder.kill()
+    holder.wait()
+    storage.replace(layout.LEASE, replace(on_disk(storage), **change).to_bytes())
+    clock = FakeClock()
+    make(storage, clock=clock, is_free=OwnerLock.is_free).acquire()
+    assert clock.now == (0 if proven else pytest.approx(TIMEOUT))
+
+
+def test_numbers_of_another_namespace_of_processes_mean_nothing(storage, lock_file):
+    command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*command, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no namespaces can be made here")
+    line = [*command, sys.executable, "-c", HOLDER, storage.root, lock_file, RUN]
+    subprocess.run(line, stdin=subprocess.DEVNULL, check=True)
+    os.unlink(lock_file)
+    clock, said = FakeClock(), []
+    make(storage, clock=clock, is_free=OwnerLock.is_free).acquire(said.append)
+    assert clock.now == pytest.approx(TIMEOUT)
+    assert "another container" in said[0]
 
 
 def elastic(run, count):

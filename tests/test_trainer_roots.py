@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from easyckpt.errors import UsageError
 from easyckpt.format import layout
 from easyckpt.format.checksum import CHUNK_BYTES
 from easyckpt.format.manifest import Manifest
+from easyckpt.format.parts import pack, unpack
 from tests.support import trainer_root
 from tests.support.commands import everything_in, run  # noqa: F401 - a fixture
 from tests.support.trainer_root import BEFORE, FILES, ODD, WEIGHTS
@@ -112,7 +115,9 @@ def test_a_changed_byte_in_any_file_is_told(root, run, name):
 def rewritten(directory: Path, change) -> None:
     """Seal the manifest anew after `change` has been made to its first part."""
     manifest = Manifest.from_bytes((directory / layout.MANIFEST).read_bytes())
-    change(manifest.parts[0])
+    part = json.loads(unpack(manifest.parts[0]))
+    change(part)
+    manifest = dataclasses.replace(manifest, parts=(pack(json.dumps(part).encode()), *manifest.parts[1:]))
     (directory / layout.MANIFEST).write_bytes(manifest.to_bytes())
 
 
@@ -253,6 +258,40 @@ def test_prune_and_pin_know_ours_alone(root, run):
     assert run("prune", root, "--keep", "1", "--keep-best", "1", "--metric", "loss").code == 0
     assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
     assert {path.name for path in root.iterdir()} == {"_easyckpt", "checkpoint-5", "checkpoint-6"}
+
+
+def says(root: Path, step: int, best: object) -> None:
+    """Have the checkpoint of `step` call another one the best, as the Trainer does."""
+    state = json.dumps({"best_model_checkpoint": best, "log_history": [{"loss": math.nan}]}).encode()
+    directory = root / f"checkpoint-{step}"
+    (directory / "trainer_state.json").write_bytes(state)
+
+
+def test_prune_keeps_what_the_trainer_calls_the_best(root, run):
+    says(root, 4, "/moved/since/checkpoint-4")
+    says(root, 6, "/moved/since/checkpoint-2")
+    said = run("prune", root, "--keep", "1", "--dry-run").out
+    assert "the Trainer's best" in said
+    rows = {row["step"]: row for row in run("prune", root, "--keep", "1", "--json").document["checkpoints"]}
+    assert {step: (row["removed"], row["reasons"]) for step, row in rows.items()} == {
+        2: (False, ["newest", "chosen"]), 4: (True, ["excess"]), 6: (False, ["newest"])
+    }  # fmt: skip
+    assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-5", "checkpoint-6"]
+
+
+@pytest.mark.parametrize("best", [None, "/moved/since/checkpoint-9", "/moved/since/other", 7, "\0"])
+def test_a_best_that_is_not_there_keeps_nothing(root, run, best):
+    says(root, 6, best)
+    assert run("prune", root, "--keep", "1").code == 0
+    assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_where_the_newest_does_not_tell_the_best_an_older_one_does(root, run):
+    says(root, 4, "checkpoint-2")
+    (root / "checkpoint-6" / "trainer_state.json").write_bytes(b"\xff{")
+    (root / "checkpoint-5" / "trainer_state.json").unlink()
+    assert run("prune", root, "--keep", "1").code == 0
+    assert (root / "checkpoint-2").exists()
 
 
 def test_cp_makes_a_root_of_the_same_kind_from_which_training_goes_on(root, run, tmp_path):

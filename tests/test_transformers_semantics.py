@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.trainers.launch import REPOSITORY, VERSIONS, quiet, run
+from tests.trainers.matrix import Trial
+from tests.trainers.scenarios import TABLE
 
 #: Damage in each kind of file is the same with both versions, and so is what the older one is not asked here. Names of
 #: modules count as those of tests do: none has one of these words.
@@ -51,3 +54,16 @@ def test_a_listener_on_one_rank_alone_holds_up_nobody(version, tmp_path):
     assert ended.codes == [0, 0], ended.said
     assert json.loads(Path(f"{record}.0").read_text()) == list(range(2, 25, 2))
     assert json.loads(Path(f"{record}.1").read_text()) == []
+
+
+def test_what_ddp_keeps_equal_of_adapters_is_stored_once(tmp_path):
+    Trial(TABLE["ddp_lora"], VERSIONS[-1], tmp_path).straight()
+    checkpoint = tmp_path / "straight-wrapped" / "checkpoint-20"
+    first, second = (stored_of(part) for part in json.loads((checkpoint / "manifest.json").read_text())["parts"])
+    assert {"model", "optimizer"} <= first
+    assert second.isdisjoint({"model", "optimizer"})
+
+
+def stored_of(part: dict[str, Any]) -> set[str]:
+    """Components of which this rank has written a tensor."""
+    return {path[0] for path, place in zip(part["layout"]["leaves"]["path"], part["places"], strict=True) if place}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import typer
@@ -13,6 +13,7 @@ from easyckpt.catalog import Catalog
 from easyckpt.cli import output
 from easyckpt.cli.output import Answer, AsJson
 from easyckpt.cli.target import Target, resolve
+from easyckpt.cli.trainers_best import trainers_best
 from easyckpt.config_sources import resolve as resolve_settings
 from easyckpt.errors import UsageError
 from easyckpt.format.manifest import RootRecord
@@ -70,7 +71,9 @@ def prune(
 
     A checkpoint that one of the rules keeps stays. So does the newest valid one, whatever the numbers say (its manifest
     and the sizes of its files are right; `easyckpt verify` reads them). While a job uses the root this refuses: the job
-    rotates by itself (max_ckpt_num, keep_every, keep_best).
+    rotates by itself (max_ckpt_num, keep_every, keep_best). In the output directory of a wrapped Trainer the checkpoint
+    that its newest trainer_state.json names as the best stays too, and counts as one of the newest, as it does for the
+    Trainer itself.
 
     Exit codes: 0 good; 1 the root's record is damaged; 2 bad input, or a job is using the root.
 
@@ -113,8 +116,10 @@ def _record(target: Target) -> RootRecord:
 
 
 def _plan(target: Target, policy: Policy, *, stale: bool) -> _Plan:
-    found = target.scan()
-    verdicts = decide(_record(target), found, policy, pinned=catalog.pinned_steps(target.storage), stale=stale)
+    found, record = target.scan(), _record(target)
+    if target.naming.shared and (best := trainers_best(target.storage, target.naming, record, found)) is not None:
+        policy = replace(policy, chosen=(best,))
+    verdicts = decide(record, found, policy, pinned=catalog.pinned_steps(target.storage), stale=stale)
     if policy.metric is not None and not any(measure(v.entry, policy.metric) is not None for v in verdicts):
         names = {str(name) for v in verdicts if v.entry.manifest for name in v.entry.manifest.metrics}
         there = ", ".join(sorted(names)) or "none at all"
@@ -126,6 +131,7 @@ _WORDS = {
     "newest": "newest",
     "every": "every K-th",
     "best": "best",
+    "chosen": "the Trainer's best",
     "pinned": "pinned",
     "held": "being read",
     "not valid": "not valid, see `easyckpt verify`",

@@ -67,8 +67,8 @@ class Manifest:
     """Every other file of the directory, by its path in it."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """What the user logged for this step; values that the codec keeps, no tensors."""
-    parts: tuple[Json, ...] = ()
-    """Where the files are another framework's: what each rank holds, as `easyckpt.format.parts` reads it."""
+    parts: tuple[str, ...] = ()
+    """Where the files are another framework's: what each rank holds, packed; `easyckpt.format.parts` reads it."""
 
     def to_bytes(self, parts: Sequence[bytes] = ()) -> bytes:
         """Return the text of the file. `parts` are the texts that stand for :attr:`parts`, so that none is parsed."""
@@ -112,7 +112,7 @@ class Manifest:
             parent=fields.optional_text("parent"),
             files=_files(fields),
             metrics=metrics,
-            parts=tuple(fields.items("parts")) if records.PARTS in features else (),
+            parts=fields.texts("parts") if records.PARTS in features else (),
         )
 
 

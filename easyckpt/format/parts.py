@@ -1,18 +1,20 @@
 """One rank's part of a checkpoint whose files have another framework's layout.
 
 Such a directory holds the framework's own files and our manifest. What an index tells of a shard, a part tells of those
-files: what the state is, and in which file the bytes of each tensor lie. It is kept in the manifest itself.
+files: what the state is, and in which file the bytes of each tensor lie. It is kept in the manifest itself, packed: a
+string of base64 and zlib, so that whoever only looks for checkpoints has one word to pass over for each rank.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from easyckpt.errors import DamagedCheckpoint
-from easyckpt.format.canonical import Json, dumps
+from easyckpt.format.canonical import Json, dumps, loads
 from easyckpt.format.codec import path_text
 from easyckpt.format.fields import MAX_NUMBER, Fields
 from easyckpt.format.image import Layout
@@ -22,6 +24,10 @@ from easyckpt.format.manifest import FileRecord
 #: The place of a leaf: (name of the file, offset in it); "" stands for the bytes that the part carries itself.
 Place = tuple[str, int]
 CARRIED = ""
+
+#: A longer text of a part is refused: a few packed bytes could stand for more than memory holds.
+MAX_TEXT_BYTES = 256 << 20
+_LEVEL = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +88,39 @@ def _place(fields: Fields, item: Json, names: Sequence[str]) -> Place | None:
 
 
 def part_text(layout: Layout, objects: bytes, places: Sequence[Place | None], carried: bytes) -> bytes:
-    """The JSON text of a part; `objects` is the text as a slot holds it, so that it need not be parsed."""
+    """The JSON text that stands for a part in the manifest: a string, packed.
+
+    `objects` is the text as a slot holds it, so that it need not be parsed.
+    """
     names = sorted({place[0] for place in places if place is not None} - {CARRIED})
     numbers = {name: number for number, name in enumerate([CARRIED, *names])}
     pairs: list[Json] = [None if place is None else [numbers[place[0]], place[1]] for place in places]
     head: Json = {"files": list(names), "places": pairs, "carried": base64.b64encode(carried).decode("ascii")}
-    return b'%b,"objects":%b,"layout":%b}' % (dumps(head)[:-1], objects, layout.encoded)
+    return dumps(pack(b'%b,"objects":%b,"layout":%b}' % (dumps(head)[:-1], objects, layout.encoded)))
 
 
-def read_part(parts: Sequence[Json], rank: int, files: Mapping[str, FileRecord]) -> Part:
+def pack(text: bytes) -> str:
+    """The text of a part as the manifest holds it. Names, shapes and places are much the same from leaf to leaf."""
+    return base64.b64encode(zlib.compress(text, _LEVEL)).decode("ascii")
+
+
+def unpack(packed: str) -> bytes:
+    """What :func:`pack` was given. Raises DamagedCheckpoint."""
+    try:
+        stream = zlib.decompressobj()
+        text = stream.decompress(base64.b64decode(packed, validate=True), MAX_TEXT_BYTES)
+    except (binascii.Error, ValueError, zlib.error) as error:
+        raise DamagedCheckpoint(f"a part of the manifest cannot be unpacked: {error}") from None
+    if not stream.eof or stream.unused_data:
+        raise DamagedCheckpoint("a part of the manifest is cut short, or larger than any part of ours")
+    return text
+
+
+def read_part(parts: Sequence[str], rank: int, files: Mapping[str, FileRecord]) -> Part:
     """The part of `rank` out of a manifest's `parts`. Raises FormatError."""
     if rank >= len(parts):
         raise DamagedCheckpoint(f"the manifest holds {len(parts)} parts, and none of rank {rank}")
-    return Part.from_json(parts[rank], rank, files)
+    return Part.from_json(loads(unpack(parts[rank])), rank, files)
 
 
 def locate(part: Part, first: Part) -> list[tuple[Part, Place]]:

@@ -142,6 +142,8 @@ class LeaseRecord:
     boot: str
     """Identity of the host's boot: a pid means nothing in another one."""
     pid: int
+    process: str = ""
+    """Which process `pid` is: kernel, namespace and start of it; '' where it could not tell."""
     run: str
     incarnation: str
     token: str
@@ -166,6 +168,7 @@ class LeaseRecord:
                 "host": self.host,
                 "boot": self.boot,
                 "pid": self.pid,
+                "process": self.process,
                 "run": self.run,
                 "incarnation": self.incarnation,
                 "token": self.token,
@@ -187,6 +190,7 @@ class LeaseRecord:
             host=fields.text("host"),
             boot=fields.text("boot"),
             pid=fields.number("pid"),
+            process=fields.text("process"),
             run=fields.text("run", HEX_32),
             incarnation=fields.text("incarnation", TOKEN),
             token=fields.text("token", TOKEN),

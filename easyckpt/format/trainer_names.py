@@ -16,6 +16,9 @@ RECORDS_DIRECTORY = "_easyckpt"
 #: Where the program writes what it adds to a checkpoint by itself.
 PROGRAMS_DIRECTORY = "_easyckpt-added"
 
+#: The Trainer's own state, in each checkpoint.
+STATE_FILE = "trainer_state.json"
+
 _STEP = r"checkpoint-(?P<step>0|[1-9][0-9]{0,17})"
 _WORD = r"[0-9A-Za-z_-]{1,64}"
 _TEMPORARY, _STALE, _TRASH = "_easyckpt-tmp-", "_easyckpt-stale-", "_easyckpt-trash-"

@@ -13,7 +13,7 @@ from easyckpt.distributed.rendezvous import Channel
 from easyckpt.errors import DamagedCheckpoint
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.loader import Restored, fit
-from easyckpt.loading.reader import OpenCheckpoint, run_now
+from easyckpt.loading.reader import OpenCheckpoint, run_now, telling
 from easyckpt.loading.resolve import Candidate
 from easyckpt.loading.snapshot import Snapshot
 from easyckpt.state.apply import apply_all
@@ -55,7 +55,7 @@ def restore_elsewhere(
             world_size=ranks.world_size,
             attempt=candidate.attempt,
             image=None,
-            submit=run_now,
+            submit=telling(run_now, channel.busy),
         )
 
     def apply(snapshot: Snapshot) -> None:

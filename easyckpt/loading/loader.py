@@ -7,13 +7,11 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from easyckpt import catalog
-from easyckpt.catalog import Catalog
 from easyckpt.distributed.agree import done_by_rank_0
 from easyckpt.distributed.ranks import Ranks
 from easyckpt.distributed.rendezvous import Channel
@@ -23,7 +21,7 @@ from easyckpt.format.layout import NamingScheme
 from easyckpt.format.manifest import RootRecord
 from easyckpt.loading.apply import restore_agreed
 from easyckpt.loading.progress import newest_step_logged, steps_lost
-from easyckpt.loading.reader import OpenCheckpoint, Submit
+from easyckpt.loading.reader import OpenCheckpoint, Submit, telling
 from easyckpt.loading.resolve import Candidate, candidates, no_such_step
 from easyckpt.loading.snapshot import Snapshot, open_memory
 from easyckpt.memory.arena import Arena
@@ -34,8 +32,6 @@ from easyckpt.state.components import Component
 from easyckpt.storage.base import Storage
 
 logger = logging.getLogger("easyckpt")
-
-Result = TypeVar("Result")
 
 #: Lines of a list in a message.
 _SHOWN = 20
@@ -107,9 +103,14 @@ class Loader:
         self._run, self._arena_id = run, arena_id
         self._capture, self._timeout, self._submit, self._emit = capture, timeout, submit, emit
 
-    def load(self, *, step: int | None, strict: bool, components: Collection[str] | None) -> Outcome:
-        """Restore the newest candidate (or `step`) that is whole on all ranks. Raises as Checkpointer.load does."""
-        listing = self._candidates(step)
+    def load(
+        self, *, step: int | None, strict: bool, components: Collection[str] | None, timeline: str | None = None
+    ) -> Outcome:
+        """Restore the newest candidate (or `step`, of that `timeline`, if one is named) that is whole on all ranks.
+
+        Raises as Checkpointer.load does.
+        """
+        listing = self._candidates(step, timeline)
         found, committed = listing.candidates, listing.committed
         if step is not None and not found:
             raise NoCheckpoint(no_such_step(self._storage.root, step, committed))
@@ -139,7 +140,7 @@ class Loader:
         newest = max((number for number in committed if number <= taken.step), default=-1)
         return Outcome(restored, newest, lost, nbytes)
 
-    def _candidates(self, step: int | None) -> _Listing:
+    def _candidates(self, step: int | None, timeline: str | None) -> _Listing:
         """Rank 0's list of candidates for all."""
         own = [[meta.timeline, meta.step] for meta in self._arena.sealed()]
         held = self._channel.exchange("load: steps in memory", own, self._timeout)
@@ -149,7 +150,7 @@ class Loader:
 
         def work() -> dict[str, Any]:
             # On the thread that rotates, behind what it was told before: a checkpoint that is about to go is none.
-            listing = self._submit(lambda: self._list(memory, somewhere, step))
+            listing = self._submit(lambda: self._list(memory, somewhere, step, timeline))
             try:
                 return listing.result(self._timeout)
             except FutureTimeout:
@@ -159,10 +160,17 @@ class Loader:
         found = [Candidate.from_json(value) for value in answer["candidates"]]
         return _Listing(found, list(answer["committed"]), list(answer["seen"]))
 
-    def _list(self, memory: Sequence[SlotMeta], somewhere: Collection[int], step: int | None) -> dict[str, Any]:
+    def _list(
+        self, memory: Sequence[SlotMeta], somewhere: Collection[int], step: int | None, timeline: str | None
+    ) -> dict[str, Any]:
         found = catalog.scan(self._storage, self._naming)
-        record = self._with_something(catalog.read_root(self._storage), found, memory, step)
-        listed = candidates(found, record, memory, run=self._run, arena_id=self._arena_id, step=step)
+
+        def those_of(record: RootRecord | None) -> list[Candidate]:
+            listed = candidates(found, record, memory, run=self._run, arena_id=self._arena_id, step=step)
+            return [candidate for candidate in listed if timeline in (None, candidate.timeline)]
+
+        record = self._with_something(catalog.read_root(self._storage), those_of)
+        listed = those_of(record)
         every = candidates(found, record, (), run=self._run, arena_id=self._arena_id)
         names = {entry.name for entry in found.committed()}
         committed = [candidate.step for candidate in every if candidate.source in names]
@@ -174,14 +182,14 @@ class Loader:
         return {"candidates": [candidate.to_json() for candidate in listed], "committed": committed, "seen": seen}
 
     def _with_something(
-        self, record: RootRecord | None, found: Catalog, memory: Sequence[SlotMeta], step: int | None
+        self, record: RootRecord | None, candidates_of: Callable[[RootRecord], list[Candidate]]
     ) -> RootRecord | None:
         """`record` up to the newest line that has something to go on from.
 
         Where a line from nothing leaves older ones beside it, it hides them only once it has something itself.
         """
         while self._naming.shared and record is not None and len(record.timelines) > 1:
-            if candidates(found, record, memory, run=self._run, arena_id=self._arena_id, step=step):
+            if candidates_of(record):
                 break
             record = dataclasses.replace(record, timelines=record.timelines[:-1])
         return record
@@ -201,7 +209,7 @@ class Loader:
                 world_size=world_size,
                 attempt=candidate.attempt,
                 image=None if slot is None else slot.image,
-                submit=self._submit_as_it_gets_on,
+                submit=telling(self._submit, self._channel.busy),
             )
         finally:
             if slot is not None:
@@ -211,11 +219,6 @@ class Loader:
                 else:
                     snapshot.on_close = release
         return snapshot
-
-    def _submit_as_it_gets_on(self, job: Callable[[], Result], /) -> Future[Result]:
-        """What the reader hands over was just read: ranks that have less to read go on waiting for this one."""
-        self._channel.busy()
-        return self._submit(job)
 
     def _borrowed_slot(self, candidate: Candidate) -> Slot | None:
         """A free slot is memory that is there already; fresh memory would have to be touched first."""

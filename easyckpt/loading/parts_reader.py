@@ -6,9 +6,12 @@ whole, and compared with the checksum in the manifest before anything out of it 
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from easyckpt.errors import DamagedCheckpoint
@@ -39,7 +42,6 @@ def open_parts(
     attempt: str | None = None,
     image: memoryview | None = None,
     submit: Submit = run_now,
-    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Snapshot:
     """As `reader.open_storage`, which see. Raises DamagedCheckpoint naming the file."""
     where = os.path.join(storage.root, directory)
@@ -56,8 +58,7 @@ def open_parts(
         image = fresh_memory(align(part.layout.image_bytes), present=True)
     copies = _copies(part, first, where, image)
     for name in sorted(manifest.files if rank == 0 else copies):
-        _read_file(storage, f"{directory}/{name}", manifest.files[name], copies.get(name, ()), image)
-        on_bytes(manifest.files[name].size)
+        _read_file(storage, f"{directory}/{name}", manifest.files[name], copies.get(name, ()), image, submit=submit)
     return Snapshot(
         step=manifest.step,
         timeline=manifest.timeline,
@@ -85,7 +86,9 @@ def _copies(part: Part, first: Part, where: str, image: memoryview) -> dict[str,
     return copies
 
 
-def _read_file(storage: Storage, path: str, record: FileRecord, copies: Sequence[_Copy], image: memoryview) -> None:
+def _read_file(
+    storage: Storage, path: str, record: FileRecord, copies: Sequence[_Copy], image: memoryview, *, submit: Submit
+) -> None:
     try:
         storage.drop_cache(path)
         with storage.reader(path) as reader:
@@ -93,7 +96,7 @@ def _read_file(storage: Storage, path: str, record: FileRecord, copies: Sequence
                 raise DamagedCheckpoint(
                     f"{storage.root}/{path} has {reader.size} bytes, the manifest says {record.size}"
                 )
-            digests = _digests(reader.read_into, record, copies, image)
+            digests = _digests(reader.read_into, record.size, copies, image, submit)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{storage.root}/{path} is missing") from None
     if file_digest(record.size, digests) != record.digest:
@@ -101,22 +104,41 @@ def _read_file(storage: Storage, path: str, record: FileRecord, copies: Sequence
 
 
 def _digests(
-    read_into: Callable[[memoryview, int], int], record: FileRecord, copies: Sequence[_Copy], image: memoryview
+    read_into: Callable[[memoryview, int], int],
+    size: int,
+    copies: Sequence[_Copy],
+    image: memoryview,
+    submit: Submit,
 ) -> list[str]:
+    """Checksums of a file's chunks, each made while the next one is read; what `copies` name goes to the image."""
     digests: list[str] = []
-    memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
+    memories = [memoryview(mmap.mmap(-1, CHUNK_BYTES)) for _ in range(2)]
+    waiting: deque[Future[list[str]]] = deque()
     first = 0
-    for begin in range(0, record.size, CHUNK_BYTES):
-        end = min(begin + CHUNK_BYTES, record.size)
-        piece = memory[: min(read_into(memory, begin), end - begin)]
-        digests += chunk_digests([piece])
-        while first < len(copies) and copies[first].begin + copies[first].nbytes <= begin:
-            first += 1
-        for copy in copies[first:]:
-            if copy.begin >= end:
-                break
-            low, high = max(copy.begin, begin), min(copy.begin + copy.nbytes, begin + piece.nbytes)
-            if low < high:
-                place = copy.place + low - copy.begin
-                image[place : place + high - low] = piece[low - begin : high - begin]
+    try:
+        for number, begin in enumerate(range(0, size, CHUNK_BYTES)):
+            if len(waiting) == len(memories):
+                digests += waiting.popleft().result()
+            memory = memories[number % len(memories)]
+            piece = memory[: min(read_into(memory, begin), size - begin)]
+            waiting.append(submit(functools.partial(chunk_digests, [piece])))
+            while first < len(copies) and copies[first].begin + copies[first].nbytes <= begin:
+                first += 1
+            _copy_out(piece, begin, copies[first:], image)
+    finally:
+        wait(waiting)  # also after an error: the memory must not be used behind the caller's back
+    for future in waiting:
+        digests += future.result()
     return digests
+
+
+def _copy_out(piece: memoryview, begin: int, copies: Sequence[_Copy], image: memoryview) -> None:
+    """Put what `copies` name of the file's bytes from `begin` on, which are `piece`, in its places."""
+    end = begin + piece.nbytes
+    for copy in copies:
+        if copy.begin >= end:
+            break
+        low, high = max(copy.begin, begin), min(copy.begin + copy.nbytes, end)
+        if low < high:
+            place = copy.place + low - copy.begin
+            image[place : place + high - low] = piece[low - begin : high - begin]

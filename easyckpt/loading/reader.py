@@ -72,6 +72,19 @@ def run_now(job: Callable[[], Result], /) -> Future[Result]:
     return future
 
 
+def telling(submit: Submit, busy: Callable[[], None]) -> Submit:
+    """`submit`, and `busy` is called for each piece: what a reader hands over was just read.
+
+    So ranks that have less to read go on waiting for this one.
+    """
+
+    def submit_and_tell(job: Callable[[], Result], /) -> Future[Result]:
+        busy()
+        return submit(job)
+
+    return submit_and_tell
+
+
 def everything(leaf: Leaf) -> bool:
     """Ask for every tensor."""
     return True

@@ -43,6 +43,13 @@ class Origin:
     """The user named the step."""
     again: bool = False
     """That step is to be saved once more: what was saved of it stays a candidate until then, and is no answer."""
+    outside: bool = False
+    """It lies in another root: nothing in this one is its past, nor what it leaves behind."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing that this root holds has to do with it."""
+        return self.outside or (self.step == 0 and self.timeline is None)
 
 
 def new_root(storage: Storage, naming: layout.NamingScheme) -> RootRecord:
@@ -122,7 +129,7 @@ def _open_line(
     context.check_lease()
     catalog.write_root(storage, record)
     failpoints.hit(OPENED)
-    beside = context.keeps_other_lines and origin == Origin(0, None, origin.explicit)
+    beside = context.keeps_other_lines and origin.alone
     committed = -1 if beside else _set_aside(context, record, origin.step)
     if origin.again:
         committed = min(committed, origin.step - 1)
@@ -150,7 +157,11 @@ def _set_aside(context: CommitContext, record: RootRecord, fork: int) -> int:
         context.check_lease()
         until = "" if abandoned_by.explicit or entry.kind == "foreign" else ", and deleted with the next commit"
         logger.warning(
-            "%s lies past step %d, where training goes on from: set aside as %s%s", entry.name, fork, stale, until
+            "%s is not in the past of step %d, where training goes on from: set aside as %s%s",
+            entry.name,
+            fork,
+            stale,
+            until,
         )
         storage.rename(entry.name, stale)
         failpoints.hit(SET_ASIDE)

@@ -13,7 +13,7 @@ from easyckpt.format.manifest import RootRecord
 
 Reason = Literal[
     # Why one stays:
-    "newest", "every", "best", "pinned", "held", "not valid", "other line", "set aside",
+    "newest", "every", "best", "chosen", "pinned", "held", "not valid", "other line", "set aside",
     # Why one goes:
     "replaced", "stale", "excess",
 ]  # fmt: skip
@@ -72,7 +72,7 @@ def decide(
     was set aside goes what an automatic fallback has left and training has replaced, with `stale` all of it; never a
     pinned step. (`held` says nothing about it: it is the committed one under that number that is held.)
     """
-    line = [entry for entry in found.committed() if record is None or _on_line(record, entry)]
+    line = [entry for entry in found.committed() if record is None or on_line(record, entry)]
     verdicts = {verdict.entry.name: verdict for verdict in judge(line, policy, pinned=pinned, held=held)}
     for entry in found.entries:
         if entry.kind == "stale":
@@ -99,7 +99,8 @@ def judge(
     kept: dict[Reason, Collection[int]] = {
         "newest": {entry.step for entry in [*newest, *valid[-1:]]},
         "every": {entry.step for entry in valid if policy.every is not None and entry.step % policy.every == 0},
-        "best": {*chosen, *(entry.step for entry in best_of(countable, policy))},
+        "best": {entry.step for entry in best_of(countable, policy)},
+        "chosen": chosen,
         "pinned": pinned,
         "held": held,
     }
@@ -132,7 +133,8 @@ def _step(entry: Entry) -> int:
     return entry.step
 
 
-def _on_line(record: RootRecord, entry: Entry) -> bool:
+def on_line(record: RootRecord, entry: Entry) -> bool:
+    """Whether training may go on from `entry`: it lies in the past of the newest timeline."""
     manifest = entry.manifest
     return manifest is not None and record.is_past(manifest.run, manifest.timeline, entry.step)
 

@@ -53,12 +53,6 @@ class Saver:
         self._catch_up.forget()
         self._parts.coordinator.begin_line(None, committed=committed, adopted=adopted)
 
-    def has_taken(self, step: int) -> bool:
-        """Whether there is a snapshot of `step` on the line; it is made whole for that."""
-        self._ready_line()
-        self._parts.stager.end_window("wait")
-        return self._holds(step)
-
     def begin_again(self, step: int) -> None:
         """`step`, of which there is a snapshot, is to be saved once more: a line begins on which there is none yet."""
         self._parts.stager.end_window("wait")
@@ -109,6 +103,17 @@ class Saver:
             return self._save_live(step, forced=True)
         self._stage(step, wait=True, overlap=not coordinator.ledger.blocking)
         return coordinator.due(step, forced=True)
+
+    def flush_taken(self, step: int) -> Future[int] | None:
+        """Have the snapshot of `step` flushed that all ranks took, or went on from, before; None where one has none."""
+        self._ready_line()
+        self._parts.stager.end_window("wait" if step == self._staged else "save")
+        coordinator = self._parts.coordinator
+        held = any(meta.step == step for meta in coordinator.ledger.on_line(self._parts.arena.sealed()))
+        answers = self._parts.channel.exchange(
+            f"step {step}: who has its snapshot", held or step <= coordinator.committed, self._config.peer_timeout
+        )
+        return coordinator.due(step, forced=True) if all(answers) else None
 
     def save(self, step: int) -> Future[int]:
         """Take the snapshot of `step` for certain and have it flushed; resolves when durable on all ranks."""

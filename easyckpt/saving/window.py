@@ -47,7 +47,8 @@ class LateLeaves:
 
     A leaf has to prove itself: it was copied early, and at the next optimizer step it was still what the copy is.
     One that was written to outside of an optimizer step is copied early for good. Each optimizer has to prove itself as
-    well: its steps were seen. Of one that steps unseen (as a CUDA graph) nobody knows when it writes.
+    well: its steps were seen. Of one that steps unseen (as a CUDA graph) nobody knows when it writes. What no optimizer
+    writes (frozen weights) is copied late where any was seen: a step is what ends the window.
     """
 
     def __init__(self, copier: Copier) -> None:
@@ -57,7 +58,7 @@ class LateLeaves:
         self._seen: set[int] = set()
         self._unseen: set[int] = set()
         self._known: tuple[object, list[int], list[int]] = (None, NOTHING_LATE, NOTHING_LATE)
-        self._trial: tuple[LiveLeaves, Slot] | None = None
+        self._trial: tuple[LiveLeaves, Slot, set[int]] | None = None
 
     def of(self, capture: Capture) -> list[int]:
         """The leaves of `capture` to be copied late; the same list while nothing changes."""
@@ -69,23 +70,26 @@ class LateLeaves:
         numbers = self._split(capture)[1]
         if numbers:
             tensors = [weakref.ref(capture.sources[number]) for number in numbers]
-            self._trial = (LiveLeaves(capture.layout, numbers, tensors), slot)
+            nobodys = {number for number in numbers if not capture.steppers[number]}
+            self._trial = (LiveLeaves(capture.layout, numbers, tensors), slot, nobodys)
 
     def drop_trial(self) -> None:
         """No optimizer step was seen, or the slot is about to be given up."""
         self._trial = None
 
     def end_trial(self) -> list[str]:
-        """An optimizer is about to step. Returns the names of leaves that were written to before it did."""
+        """An optimizer is about to step. Returns the names of leaves of optimizers that were written to before.
+
+        A program that writes to what no optimizer steps does nothing odd.
+        """
         if self._trial is None:
             return []
-        (live, slot), self._trial = self._trial, None
+        (live, slot, nobodys), self._trial = self._trial, None
         written = set(self._copier.differing(live, slot))
         gone = {number for number, tensor in zip(live.numbers, live.tensors, strict=True) if tensor() is None}
         self._proven.update(names(live.layout, (n for n in live.numbers if n not in written and n not in gone)))
-        found = names(live.layout, sorted(written))
-        self.never_again(found)
-        return found
+        self.never_again(names(live.layout, written))
+        return names(live.layout, sorted(written - nobodys))
 
     def trust(self, optimizers: set[int]) -> None:
         """Steps of these optimizers (by id) were seen between two saves."""
@@ -111,7 +115,7 @@ class LateLeaves:
             for number, name in zip(capture.late, names(capture.layout, capture.late), strict=True):
                 if name not in self._torn and name not in self._proven:
                     unknown.append(number)
-                elif name not in self._torn and capture.steppers[number] <= trusted:
+                elif name not in self._torn and trusted and capture.steppers[number] <= trusted:
                     late.append(number)
             self._known = (capture.late, late or NOTHING_LATE, unknown)
         return self._known[1], self._known[2]

@@ -39,9 +39,9 @@ class Capture:
     pointers: list[int]
     #: ``{"trees": {component: what changes at each step}}`` as JSON text.
     objects: bytes
-    #: Leaves that nothing but an optimizer's step writes: they may be copied during the next forward and backward.
+    #: Leaves that at most an optimizer's step writes: they may be copied during the next forward and backward.
     late: list[int]
-    #: Of each of them: the optimizers (by id) whose steps write it.
+    #: Of each of them: the optimizers (by id) whose steps write it; none where nobody does.
     steppers: dict[int, frozenset[int]]
     #: All others.
     early: list[int]

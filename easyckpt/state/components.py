@@ -120,6 +120,10 @@ class Component(ABC):
         """The torch optimizers whose step alone writes their parameters and state."""
         return ()
 
+    def constant(self) -> Iterable[torch.Tensor]:
+        """Tensors that nothing is known to write between a capture and the next optimizer step, nor that step."""
+        return ()
+
     def replicated(self) -> Iterable[torch.Tensor]:
         """The parameters that every rank holds equal."""
         return ()

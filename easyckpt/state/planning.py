@@ -31,7 +31,7 @@ class Facts:
     #: From all tensors in order to one per leaf.
     pick: Pick
     late: list[int]
-    #: Of each late leaf: the optimizers (by id) whose steps write it.
+    #: Of each late leaf: the optimizers (by id) whose steps write it; none where nobody does.
     steppers: dict[int, frozenset[int]]
     early: list[int]
     strided: frozenset[int]
@@ -116,6 +116,12 @@ def _replicated(components: Sequence[Component]) -> set[TieKey]:
     return {tie_key(tensor) for component in components for tensor in component.replicated()}
 
 
+def _constant(components: Sequence[Component]) -> set[TieKey]:
+    """On the host alone: programs move teachers through ``.data``, and on a GPU no probe would see that."""
+    found = (tie_key(tensor) for component in components for tensor in component.constant() if tensor.is_cpu)
+    return set(found)
+
+
 def _references(component: Component, part: Part, replicated: set[TieKey]) -> tuple[list[_Reference], Json]:
     paths, static = component.describe(part)
     everywhere = component.replicated_refs(part, replicated) if replicated else set()
@@ -156,7 +162,7 @@ def _late(
     picks: list[int],
     orders: list[tuple[int, ...] | None],
 ) -> dict[int, frozenset[int]]:
-    """Leaves that only optimizers' steps write, as far as can be told, and those optimizers (by id).
+    """Leaves that only optimizers' steps write, or nobody, as far as can be told, and those optimizers (by id).
 
     None of their memory is another leaf's.
     """
@@ -169,11 +175,13 @@ def _late(
     for reference, leaf in zip(references, numbers, strict=True):
         if reference.state_of:
             steppers[references[picks[leaf]].key] |= reference.state_of
+    constant = _constant(components)
     late, shared = {}, set()
     for leaf, position in enumerate(picks):
         reference = references[position]
-        if reference.key in steppers and orders[leaf] is not None and not reference.tensor.is_inference():
-            late[leaf] = frozenset(steppers[reference.key])
+        told = reference.key in steppers or reference.key in constant
+        if told and orders[leaf] is not None and not reference.tensor.is_inference():
+            late[leaf] = frozenset(steppers.get(reference.key, ()))
         else:
             shared.add(storage_key(reference.tensor))
     return {leaf: ids for leaf, ids in late.items() if storage_key(references[picks[leaf]].tensor) not in shared}

@@ -26,6 +26,7 @@ from easyckpt import failpoints
 from easyckpt.errors import LeaseLost, RootInUse
 from easyckpt.format import layout
 from easyckpt.format.manifest import LeaseRecord
+from easyckpt.storage import process
 from easyckpt.storage.base import Storage
 from easyckpt.storage.lease_chain import (
     Seen,
@@ -37,6 +38,7 @@ from easyckpt.storage.lease_chain import (
     place_of,
     remove_leftovers,
     successor_file,
+    why_unknown,
 )
 
 CREATED = failpoints.declare("lease.acquire.created", "the lease on a free root is durable")
@@ -116,6 +118,7 @@ class Lease:
             run=run,
             incarnation=incarnation,
             token=secrets.token_hex(16),
+            process=process.identity(),
             lock=root_lock_path or "",
             elastic_run=None if elastic_run in ("", "none") else elastic_run,
             restart_count=int(restart_count) if restart_count.isdecimal() else 0,
@@ -245,7 +248,8 @@ class Lease:
                 said = self._clock.monotonic()
                 on_wait(
                     f"waiting for {self._storage.root}: it belongs to {describe(owner)}, which has not renewed its "
-                    f"lease for {waited:.0f} s; after {self._timeout:.0f} s without a renewal it counts as dead"
+                    f"lease for {waited:.0f} s; {why_unknown(owner)}: after {self._timeout:.0f} s without a renewal it "
+                    "counts as dead"
                 )
             self._clock.sleep(min(POLL_SECONDS, self._timeout - waited))
             now = self._look()

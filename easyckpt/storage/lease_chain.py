@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from easyckpt.errors import EasyckptError
 from easyckpt.format import layout
 from easyckpt.format.manifest import LeaseRecord
+from easyckpt.storage import process
 from easyckpt.storage.base import Storage
 
 _log = logging.getLogger("easyckpt")
@@ -100,10 +101,25 @@ def describe(owner: LeaseRecord | None) -> str:
 def lives(owner: LeaseRecord, is_free: Callable[[str], bool | None]) -> bool | None:
     """Whether `owner` lives, by the record lock that it has held for life; None where nothing here can tell.
 
-    `is_free` as for a Lease. This takes nothing and writes nothing.
+    Where the lock's file is gone, the process itself may be seen to be gone too. `is_free` as for a Lease. This takes
+    nothing and writes nothing.
     """
     free = is_free(owner.lock) if lived_here(owner) else None
-    return None if free is None else not free
+    if free is not None:
+        return not free
+    same_host = owner.host == socket.gethostname()  # machines that are copies of each other have one boot's name
+    return False if same_host and process.is_dead(owner.pid, owner.process) else None
+
+
+def why_unknown(owner: LeaseRecord | None) -> str:
+    """Why nothing here proves that `owner` is dead, in words."""
+    if owner is None:
+        return "nothing here tells whether it lives"
+    if owner.host != socket.gethostname():
+        return "the end of a process on another host cannot be seen here"
+    if process.is_near(owner.process):
+        return "a process of this number is still there"
+    return "it ran in another container or before a restart of the host, and its lock cannot be asked"
 
 
 def lived_here(owner: LeaseRecord) -> bool:
@@ -119,9 +135,8 @@ def place_of(lock: str | None) -> str | None:
     being free says nothing about a process that holds the other.
     """
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
         found = os.lstat(lock or "")
     except OSError:
         return None
-    return f"{boot}/{found.st_dev:x}/{found.st_ino:x}"
+    kernel = process.boot()
+    return None if kernel is None else f"{kernel}/{found.st_dev:x}/{found.st_ino:x}"

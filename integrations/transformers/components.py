@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import recipe, versions
 from easyckpt.integrations.transformers.names import (
+    ARGUMENTS_FILE,
     DATA,
     FILES,
     MODEL,
@@ -19,9 +22,13 @@ from easyckpt.integrations.transformers.names import (
     PROGRESS,
     SCALER,
     SCHEDULER,
+    WEIGHTS,
 )
 from easyckpt.integrations.transformers.progress import Progress
-from easyckpt.state.modules import unwrap
+from easyckpt.state.modules import replicated_parameters, unwrap
+from easyckpt.state.objects import ForeignComponent
+
+_log = logging.getLogger("easyckpt")
 
 #: Buffers that training changes in modules whose parameters are frozen.
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -31,11 +38,11 @@ class Adapters:
     """The trained part of a model with adapters: the frozen rest is loaded by the program, as without easyckpt."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters that are trained, buffers of modules that hold some, and running statistics, frozen or not."""
-        model = unwrap(self._model)
+        model = unwrap(self.model)
         found: dict[str, torch.Tensor] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -60,6 +67,22 @@ class Adapters:
                 tensor.copy_(state[name])
 
 
+class _Trained(ForeignComponent):
+    """Adapters are equal on all ranks where DDP keeps them so."""
+
+    @override
+    def replicated(self) -> Iterator[torch.Tensor]:
+        return replicated_parameters(self.target.model)
+
+
+class _Kept(ForeignComponent):
+    """Something that says which of its tensors are not written while training goes on."""
+
+    @override
+    def constant(self) -> Iterable[torch.Tensor]:
+        return self.target.constant()  # type: ignore[no-any-return]
+
+
 class Files:
     """The files that the model is saved as, so that a snapshot alone can become a checkpoint."""
 
@@ -72,6 +95,7 @@ class Files:
         self.added: dict[str, bytes] = {}
         """Files that the program adds to a step's checkpoint by itself."""
         self._added_at = -1
+        self._said = False
 
     def learn(self, trainer: Any) -> None:
         """Have the Trainer say which they are now. All ranks call it: a program's own saving may wait for all."""
@@ -84,6 +108,7 @@ class Files:
                 return
             self._seen = seen
         fresh = recipe.learn(trainer, live, MODEL, FILES)
+        self._look_for_weights(trainer, fresh, live)
         if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
             self._recipe, self._value = fresh, _tensors_of(fresh)
         self._learnt_at = int(trainer.state.global_step)
@@ -94,6 +119,18 @@ class Files:
             self.added, self._added_at = {}, step
         return self.added
 
+    def _look_for_weights(self, trainer: Any, fresh: recipe.Recipe, live: Mapping[str, torch.Tensor]) -> None:
+        """Say it once where the Trainer saves no weights."""
+        some = fresh.weights or any(name.endswith(WEIGHTS) and name != ARGUMENTS_FILE for name in fresh.small)
+        if some or self._said or not live or not trainer.args.should_save:
+            return
+        self._said = True
+        _log.warning(
+            "%s.save_model() writes no file of weights that easyckpt knows: checkpoints have none either, and only "
+            "easyckpt can go on from them",
+            type(trainer).__name__,
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """As tensors, which cost a copy at each step and nothing else.
 
@@ -102,6 +139,10 @@ class Files:
         here = self._learnt_at == self._added_at
         added = {name: _bytes(content) for name, content in self.added.items()} if here else {}
         return {ASIDE: {**self._value, "added": added, "learnt_at": self._learnt_at}}
+
+    def constant(self) -> list[torch.Tensor]:
+        """Files that were learnt: a tokenizer's may be large."""
+        return [self._value["recipe"], *self._value["small"].values()]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing of it is wanted back: the files are made anew of the live objects."""
@@ -142,12 +183,12 @@ def state_of(trainer: Any, progress: Progress, data: TrainingData, files: Files)
     wrapped = trainer.model_wrapped
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     state: dict[str, Any] = {
-        MODEL: Adapters(wrapped) if has_adapters(wrapped) else wrapped,
+        MODEL: _Trained(MODEL, Adapters(wrapped)) if has_adapters(wrapped) else wrapped,
         OPTIMIZER: getattr(optimizer, "optimizer", optimizer),
         SCHEDULER: getattr(scheduler, "scheduler", scheduler),
-        PROGRESS: progress,
+        PROGRESS: _Kept(PROGRESS, progress),
         DATA: data,
-        FILES: files,
+        FILES: _Kept(FILES, files),
     }
     scaler = getattr(trainer.accelerator, "scaler", None)
     if scaler is not None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from easyckpt.format.layout import SAFETENSORS, TORCH_FILES
+from easyckpt.format.trainer_names import STATE_FILE
 
-STATE_FILE = "trainer_state.json"
+__all__ = [
+    "ARGUMENTS_FILE", "DATA", "FILES", "MODEL", "OPTIMIZER", "OPTIMIZER_FILE", "PROGRESS", "SCALER", "SCALER_FILE",
+    "SCHEDULER", "SCHEDULER_FILE", "STATE_FILE", "WEIGHTS", "rng_file",
+]  # fmt: skip
+
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
 SCALER_FILE = "scaler.pt"

@@ -12,6 +12,8 @@ from easyckpt.errors import ConfigError
 _NEVER = 10**15
 #: Settings that the Trainer's own arguments stand for.
 _TRAINERS = {"save_storage_interval": "save_steps", "max_ckpt_num": "save_total_limit"}
+#: Every checkpoint that the Trainer's arguments ask for is made, if nothing else is chosen.
+_DEFAULTS = {"back_pressure": "wait"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +30,13 @@ class Options:
         """Check what was given. Raises ConfigError naming what is wrong."""
         engine = dict(given)
         on_save, config = engine.pop("on_save", "later"), engine.pop("config", None)
-        back_pressure = engine.pop("back_pressure", "wait")
-        for name, value, choices in (
-            ("on_save", on_save, ("later", "wait")),
-            ("back_pressure", back_pressure, ("wait", "skip")),
-        ):
-            if value not in choices:
-                raise ConfigError(f"{name} must be {choices[0]!r} or {choices[1]!r}, not {value!r}")
+        if on_save not in ("later", "wait"):
+            raise ConfigError(f"on_save must be 'later' or 'wait', not {on_save!r}")
         for name, argument in _TRAINERS.items():
             if name in engine:
                 raise ConfigError(f"{name}: the Trainer has an argument for that: set {argument} instead")
-        resolve(engine, config)  # raises now what would be raised when training begins
-        return cls(on_save, back_pressure, config, engine)
+        settings = resolve(engine, config, defaults=_DEFAULTS)  # raises now what would be raised when training begins
+        return cls(on_save, settings.back_pressure, config, engine)
 
     def settings(self) -> dict[str, Any]:
         """Arguments for the engine."""

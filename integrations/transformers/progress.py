@@ -1,7 +1,7 @@
 """The Trainer's own state as a component: what it keeps in ``trainer_state.json``, and what it forgets there.
 
-It is read at every step, so the log, which grows without end, is kept as text in one growing tensor: a step costs what
-it has added.
+It is read at every step, so the log, which grows without end, is kept as text in one growing tensor: a step encodes
+what it has added, and the tensor is copied while training goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Log:
     """``TrainerState.log_history`` as text, appended to."""
 
     def __init__(self) -> None:
-        self._text = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        self.text = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
         self._used = self._entries = 0
         self._newest: Any = None
 
@@ -37,15 +37,15 @@ class Log:
         for entry in history[self._entries :]:
             self._append(json.dumps(entry, default=_number).encode() + b"\n")
         self._entries, self._newest = count, history[-1] if history else None
-        return {"text": self._text, "bytes": self._used}
+        return {"text": self.text, "bytes": self._used}
 
     def _append(self, line: bytes) -> None:
         end = self._used + len(line)
-        if end > self._text.numel():
-            longer = torch.zeros(max(end, 2 * self._text.numel()), dtype=torch.uint8)
-            longer[: self._used] = self._text[: self._used]
-            self._text = longer
-        self._text[self._used : end] = torch.frombuffer(bytearray(line), dtype=torch.uint8)
+        if end > self.text.numel():
+            longer = torch.zeros(max(end, 2 * self.text.numel()), dtype=torch.uint8)
+            longer[: self._used] = self.text[: self._used]
+            self.text = longer
+        self.text[self._used : end] = torch.frombuffer(bytearray(line), dtype=torch.uint8)
         self._used = end
 
 
@@ -87,6 +87,10 @@ class Progress:
             "logged_at": int(self.trainer._globalstep_last_logged),
             "flos": float(self.trainer.current_flos),
         }
+
+    def constant(self) -> list[torch.Tensor]:
+        """The log's text: it is added to when the state is read, and at no other time."""
+        return [self._log.text]
 
     def load_state_dict(self, value: dict[str, Any]) -> None:
         """Keep `value` for later."""

@@ -16,9 +16,10 @@ from easyckpt.errors import ConfigError, DamagedCheckpoint
 from easyckpt.format import layout
 from easyckpt.format.manifest import RootRecord
 from easyckpt.format.trainer_names import TrainerNaming
-from easyckpt.integrations.transformers import stock
+from easyckpt.integrations.transformers import judging, stock
 from easyckpt.loading.loader import Restored
 from easyckpt.prospect import Prospect
+from easyckpt.storage.local import LocalStorage
 
 _log = logging.getLogger("easyckpt")
 _NAMING = TrainerNaming()
@@ -44,6 +45,10 @@ class Origin:
         """The whole state is put back by us."""
         return self.found is not None or self.elsewhere is not None
 
+    def is_outside(self, root: str) -> bool:
+        """Whether it is a checkpoint of the Trainer's own that does not lie in `root`."""
+        return self.foreign is not None and os.path.realpath(os.path.dirname(self.foreign)) != os.path.realpath(root)
+
 
 def find_origin(prospect: Prospect, resume: Any, state: Mapping[str, Any]) -> Origin:
     """Find what `resume` (as ``train(resume_from_checkpoint=…)`` takes it) means, and restore `state` from it.
@@ -59,7 +64,7 @@ def find_origin(prospect: Prospect, resume: Any, state: Mapping[str, Any]) -> Or
     if answer["kind"] == "newest":
         return _newest(prospect, state)
     if answer["kind"] == "here":
-        found = prospect.look(state, step=answer["step"])
+        found = prospect.look(state, step=answer["step"], timeline=answer["timeline"])
         return Origin(found.step, found=found, explicit=True)
     if answer["kind"] == "elsewhere":
         found = prospect.look_elsewhere(path, state)
@@ -74,17 +79,22 @@ def _told(prospect: Prospect, path: str) -> dict[str, Any]:
         raise ConfigError(f"resume_from_checkpoint={path!r}: no such directory")
     parent, name = os.path.split(path)
     step = _NAMING.parse_committed(name)
+    storage = LocalStorage(parent)
     has_manifest = os.path.lexists(os.path.join(path, layout.MANIFEST))
+    entry = catalog.inspect(storage, name, _NAMING) if has_manifest else None
+    of_ours = entry is not None and entry.kind != "foreign"
     if parent == os.path.realpath(prospect.root) and step is not None:
         found, record = catalog.scan(prospect.storage, _NAMING), catalog.read_root(prospect.storage)
         steps = [entry.step for entry in found.entries if entry.kind == "foreign" or _on_line(record, entry)]
         if step == max(steps, default=None):
             return {"kind": "newest"}
-        if has_manifest:
-            return {"kind": "here", "step": step}
-    elif has_manifest:
+        if entry is not None and of_ours:
+            if entry.manifest is None:
+                raise DamagedCheckpoint(f"{path} cannot be resumed from: {entry.problem}")
+            return {"kind": "here", "step": step, "timeline": entry.manifest.timeline}
+    elif of_ours:
         return {"kind": "elsewhere"}
-    reason = stock.problem(path, world_size=prospect.ranks.world_size)
+    reason = judging.problem(storage, name, world_size=prospect.ranks.world_size, busy=prospect.channel.busy)
     if reason is not None:
         raise DamagedCheckpoint(f"{path} cannot be resumed from: {reason}")
     return {"kind": "foreign", "step": stock.step_of(path)}
@@ -156,7 +166,7 @@ def _older(prospect: Prospect) -> list[str]:
 
 
 def _newest_foreign(prospect: Prospect, have: int) -> dict[str, Any]:
-    """Rank 0: the newest whole checkpoint without a manifest that is newer than step `have`."""
+    """Rank 0: the newest whole checkpoint of the Trainer's own that is newer than step `have`."""
     storage = prospect.storage
     found, record = catalog.scan(storage, _NAMING), catalog.read_root(storage)
     damaged: list[str] = []
@@ -164,7 +174,7 @@ def _newest_foreign(prospect: Prospect, have: int) -> dict[str, Any]:
         path = os.path.join(storage.root, entry.name)
         if entry.step <= have or not _counts(record, entry, path):
             continue
-        reason = stock.problem(path, world_size=prospect.ranks.world_size)
+        reason = judging.problem(storage, entry.name, world_size=prospect.ranks.world_size, busy=prospect.channel.busy)
         if reason is None:
             return {"path": path, "step": entry.step, "damaged": damaged}
         _log.warning("%s cannot be resumed from and is passed over: %s", path, reason)
@@ -185,10 +195,12 @@ def _counts(record: RootRecord | None, entry: Entry, path: str) -> bool:
 
 
 def _say_foreign(path: str) -> None:
+    verified = os.path.lexists(os.path.join(path, layout.MANIFEST))
     _log.warning(
-        "%s was written by the Trainer itself: it has no checksums, nor all of the place in the data; what is "
-        "saved from now on has both",
+        "%s was written by the Trainer itself: it has %snot all of the place in the data; what is saved from now on "
+        "has",
         path,
+        "" if verified else "no checksums, and ",
     )
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
-from easyckpt.errors import UsageError
+from easyckpt.errors import NoCheckpoint, UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import apart, scratch, versions
@@ -32,6 +33,7 @@ from easyckpt.integrations.transformers.plan import Planner
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
+from easyckpt.loading.loader import Restored
 from easyckpt.prospect import Prospect
 
 _log = logging.getLogger("easyckpt")
@@ -82,8 +84,14 @@ class TrainingRun:
         if self.progress.restored is None:  # an audit has it left out
             raise UsageError(f"without the component {PROGRESS!r} nothing tells where training goes on")
         self._private = scratch.make("resume")
-        scratch.write(self._private, STATE_FILE, trainer_progress.state_json(self.progress.restored))
+        self._tell_trainer()
         return self._private
+
+    def _tell_trainer(self) -> None:
+        """Write the state that the Trainer reads."""
+        assert self._private is not None
+        assert self.progress.restored is not None
+        scratch.write(self._private, STATE_FILE, trainer_progress.state_json(self.progress.restored))
 
     @property
     def restores(self) -> bool:
@@ -112,7 +120,7 @@ class TrainingRun:
         self.best = self.saves.best = Best(trainer, checkpointer, self.saves)
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
-            checkpointer.begin_at(self.origin.step)
+            checkpointer.begin_at(self.origin.step, outside=self.origin.is_outside(prospect.root))
             self._counted_at = self.origin.step
             self._snapshot_at = self.origin.step or -1
             self._moment = "begun" if self.origin.step else "still"
@@ -153,16 +161,26 @@ class TrainingRun:
         self.progress.trainer = None
         vars(self._trainer.callback_handler).pop("on_save", None)
         checkpointer, self._checkpointer = self._checkpointer, None
-        checkpointer.leave()
+        found = self.origin.found
+        checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
         self._prospect = self._opened()
-        self._requested = False
-        if self.origin.found is not None:
-            found = self._prospect.look({PROGRESS: self.progress, DATA: self.data}, step=self.origin.step)
-            self.origin = dataclasses.replace(self.origin, found=found)
+        self._requested, self._moment = False, "begun"
+        if found is not None:
+            self._look_again(self._prospect, found)
         elif self.origin.elsewhere is not None:
             self._prospect.look_elsewhere(self.origin.elsewhere, {PROGRESS: self.progress, DATA: self.data})
         else:
             self.data.forget()
+
+    def _look_again(self, prospect: Prospect, found: Restored) -> None:
+        """Go on from where the loop before did; where newer steps have taken its place, from the newest of them."""
+        state = {PROGRESS: self.progress, DATA: self.data}
+        try:
+            again = prospect.look(state, step=found.step, timeline=found.timeline)
+        except NoCheckpoint:
+            again = prospect.look(state)
+        self.origin = dataclasses.replace(self.origin, step=again.step, found=again)
+        self._tell_trainer()
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
@@ -281,20 +299,27 @@ class TrainingRun:
             if step <= self._snapshot_at:  # as with the Trainer itself, the later of two saves of a step counts
                 self.saves.deliver(step, wait=True)
                 checkpointer.begin_again(step)
-            self.files.learn(self._trainer)
-            skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
-            control = self._trainer.control
-            control.should_save = True  # as it is when the Trainer writes its state
-            waits = self._options.on_save == "wait"  # so the snapshot must be whole before the next optimizer step
-            future = checkpointer.save(step) if waits else checkpointer.flush(step, skip=skip)
-            control.should_save = False
-            self.saves.add(step, future)
+            self.saves.add(step, self._flush(step))
             self._snapshot_at = step
-            if waits:
+            if self._options.on_save == "wait":
                 self.saves.deliver(step, wait=True)
         elif step > self._snapshot_at:
             checkpointer.save_if_needed(step)
             self._snapshot_at = step
+
+    def _flush(self, step: int) -> Future[int]:
+        """Snapshot the step as it is now, and flush that."""
+        checkpointer, control = self._checkpointer, self._trainer.control
+        assert checkpointer is not None
+        self.files.learn(self._trainer)
+        control.should_save = True  # as it is when the Trainer writes its state
+        try:
+            if self._options.on_save == "wait":  # so the snapshot must be whole before the next optimizer step
+                return checkpointer.save(step)
+            skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
+            return checkpointer.flush(step, skip=skip)
+        finally:
+            control.should_save = False
 
     def _must_be_made(self, step: int) -> bool:
         """Whether this checkpoint may not be skipped for the sake of speed: nothing will come in its place."""

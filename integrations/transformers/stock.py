@@ -21,7 +21,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -49,14 +49,14 @@ _ZIP = b"PK\3\4"
 _PIECE = 1 << 20
 
 
-def problem(directory: str, *, world_size: int = 1) -> str | None:
+def problem(directory: str, *, world_size: int = 1, busy: Callable[[], None] = lambda: None) -> str | None:
     """Why a job of `world_size` processes cannot go on exactly from the Trainer's checkpoint; None where it can.
 
-    Reads every torch archive once, and runs nothing in it. Layouts of FSDP and DeepSpeed are not known here: they are
-    said to hold no weights.
+    Reads every torch archive once, and runs nothing in it; `busy` is called as that gets on. Layouts of FSDP and
+    DeepSpeed are not known here: they are said to hold no weights.
     """
     try:
-        found = _Directory(directory)
+        found = _Directory(directory, busy)
         for name in [STATE, *found.weights(), *found.training(world_size), *found.optional()]:
             found.require_whole(name)
             if name.endswith((".bin", ".pt", ".pth")) and name != NEVER_READ:
@@ -106,8 +106,8 @@ def _generator_globals() -> list[Any]:
 class _Directory:
     """A checkpoint's files by name. Every method raises EasyckptError, or OSError, with the problem in words."""
 
-    def __init__(self, path: str) -> None:
-        self._path = os.path.abspath(path)
+    def __init__(self, path: str, busy: Callable[[], None]) -> None:
+        self._path, self._busy = os.path.abspath(path), busy
         self._names = set(LocalStorage(self._path).listdir(""))
         if UNFINISHED in self._names:
             raise DamagedCheckpoint(f"{UNFINISHED} says that the Trainer was stopped while it wrote")
@@ -170,8 +170,10 @@ class _Directory:
             self._json(name)
             return
         with self._open(name) as reader:
-            check = _require_tensors if name.endswith(".safetensors") else _require_archive
-            check(name, reader)
+            if name.endswith(".safetensors"):
+                _require_tensors(name, reader)
+            else:
+                _require_archive(name, reader, self._busy)
 
     def _require(self, name: object, why: str) -> None:
         if name not in self._names:
@@ -208,11 +210,11 @@ def _require_tensors(name: str, reader: FileReader) -> None:
         raise DamagedCheckpoint(f"{name}: {error}") from None
 
 
-def _require_archive(name: str, reader: FileReader) -> None:
+def _require_archive(name: str, reader: FileReader, busy: Callable[[], None]) -> None:
     if _bytes(reader, 0, len(_ZIP)) != _ZIP:
         raise DamagedCheckpoint(f"{name} is no archive of torch 1.6 or newer, and a bare pickle has no checksums")
     try:
-        with zipfile.ZipFile(io.BufferedReader(_Stream(reader), _PIECE)) as archive:
+        with zipfile.ZipFile(io.BufferedReader(_Stream(reader, busy), _PIECE)) as archive:
             records = archive.infolist()
             stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
             rotten = archive.testzip() if stored else None
@@ -229,8 +231,8 @@ def _require_archive(name: str, reader: FileReader) -> None:
 class _Stream(io.RawIOBase):
     """A reader with a position, which is what zipfile asks for."""
 
-    def __init__(self, reader: FileReader) -> None:
-        self._reader, self._position = reader, 0
+    def __init__(self, reader: FileReader, busy: Callable[[], None]) -> None:
+        self._reader, self._busy, self._position = reader, busy, 0
 
     def readable(self) -> bool:
         return True
@@ -248,4 +250,5 @@ class _Stream(io.RawIOBase):
     def readinto(self, buffer: Buffer, /) -> int:
         count = self._reader.read_into(memoryview(buffer), self._position)
         self._position += count
+        self._busy()
         return count

@@ -1,37 +1,45 @@
 """Trainings whose state is sharded, or is not one run's: the Trainer saves by itself, and what it saves is committed.
 
 A checkpoint counts once its manifest is there: all ranks have written the Trainer's own files before, and they are
-durable. Only then do older ones go. Resuming takes the newest of which every byte is as it was committed.
+durable. Only then do older ones go. Resuming takes the newest of which every byte is as it was committed, on each node
+where each has its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
-import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 
-from easyckpt import catalog
-from easyckpt.errors import DamagedCheckpoint, EasyckptError
-from easyckpt.format import layout
-from easyckpt.format.checksum import ChunkHasher, file_digest
-from easyckpt.format.manifest import FileRecord, Manifest
+from easyckpt import catalog, errors
+from easyckpt.config_sources import resolve
+from easyckpt.errors import DamagedCheckpoint, EasyckptError, PeerFailed
 from easyckpt.format.trainer_names import TrainerNaming
+from easyckpt.integrations.transformers import committing, versions
+from easyckpt.integrations.transformers.options import Options
+from easyckpt.integrations.transformers.stock import step_of
+from easyckpt.saving.owning import owned_root
 from easyckpt.storage.local import LocalStorage
-from easyckpt.verification import verify
+from easyckpt.storage.records_apart import place_of
 
 _log = logging.getLogger("easyckpt")
 _NAMING = TrainerNaming()
-_PIECE = 8 << 20
+#: The run of a directory that has none: two jobs that know it by this name exclude each other.
+_NO_RUN = "0" * 32
+_NOTHING = -1
+SEARCH = "a hyperparameter search"
 
 
 def why(trainer: Any, trial: Any) -> str | None:
     """Why this training's state is not snapshotted; None where it is."""
     if trial is not None or trainer.hp_search_backend is not None:
-        return "a hyperparameter search"
+        return SEARCH
     for name, flag in (
         ("FSDP", "is_fsdp_enabled"),
         ("DeepSpeed", "is_deepspeed_enabled"),
@@ -47,129 +55,134 @@ def why(trainer: Any, trial: Any) -> str | None:
 
 
 class SynchronousRun:
-    """One call of ``train()`` that the Trainer saves by itself."""
+    """One call of ``train()`` that the Trainer saves by itself. Used with ``with`` around it."""
 
     restores = False
 
-    def __init__(self, trainer: Any, reason: str, resume: Any) -> None:
+    def __init__(self, trainer: Any, reason: str, options: Options, resume: Any) -> None:
         self._trainer = trainer
-        _log.warning(
-            "%s: the state is saved by the Trainer itself, while training waits, and each checkpoint is committed and "
-            "verified; snapshots in memory and exact resuming are for trainings on one device or with DDP",
-            reason,
-        )
-        self.path = _agreed(lambda: newest_whole(trainer.args.output_dir)) if resume is True else resume
-        if resume is True and self.path is None and trainer.args.process_index == 0:
-            _log.warning("nothing to resume from in %s: training starts from scratch", trainer.args.output_dir)
-
-    def save(self, write: Any, trial: Any) -> None:
-        """Have the Trainer `write` its checkpoint, then commit it; older ones go after that."""
-        trainer = self._trainer
-        args, limit = trainer.args, trainer.args.save_total_limit
-        args.save_total_limit = None
+        args = trainer.args
+        self._begun_at: int | None = None
+        if args.process_index == 0:
+            _log.warning(
+                "%s: the state is saved by the Trainer itself, while training waits, and each checkpoint is committed "
+                "and verified; snapshots in memory and exact resuming are for trainings on one device or with DDP",
+                reason,
+            )
+        self._owning = contextlib.ExitStack()
+        self._check: Callable[[], None] = lambda: None
         try:
-            write()
+            self._commits = self._is_the_one_that_commits()
+            if reason != SEARCH:  # whose trials may run side by side, each in a directory of its own
+                _all(self._own if self._commits else None, options)
+            self.path = self._newest() if resume is True else resume
+        except BaseException:
+            self._owning.close()
+            raise
+
+    def _is_the_one_that_commits(self) -> bool:
+        """Rank 0 does; where each node has a directory of its own, one rank of each."""
+        args = self._trainer.args
+        if not args.save_on_each_node or args.world_size == 1:
+            return bool(args.should_save)
+        storage = place_of(_NAMING, args.output_dir)
+        probe = _all(self._leave_probe if args.process_index == 0 else None, storage)[0]
+        sees_that_of_rank_0 = storage.exists(probe)
+        _all(None)
+        if args.process_index == 0:
+            storage.remove_tree(probe)
+        return bool(args.should_save and (args.process_index == 0 or not sees_that_of_rank_0))
+
+    def _leave_probe(self, storage: LocalStorage) -> str:
+        probe = _NAMING.trash("probe", secrets.token_hex(8))
+        storage.makedirs(probe)
+        return probe
+
+    def _own(self, options: Options) -> None:
+        storage = place_of(_NAMING, self._trainer.args.output_dir)
+        record = catalog.read_root(storage)
+        settings = resolve(options.engine, options.config)
+        owned = owned_root(storage, _NO_RUN if record is None else record.run, settings, _log.warning)
+        self._check = self._owning.enter_context(owned)
+
+    def _newest(self) -> str | None:
+        """The newest checkpoint that is whole on every node."""
+        directory = self._trainer.args.output_dir
+        storage, below = place_of(_NAMING, directory), None
+        while True:
+            answers = _all(self._look if self._commits else None, storage, below)
+            steps = {answer for answer in answers if answer is not None}
+            if len(steps) == 1 or _NOTHING in steps:
+                break
+            below = min(steps) + 1
+        if steps != {_NOTHING}:
+            if _NOTHING in steps:
+                raise DamagedCheckpoint(f"{directory}: there is no checkpoint that is whole on every node")
+            return os.path.join(directory, _NAMING.committed(steps.pop()))
+        if self._trainer.args.process_index == 0:
+            _log.warning("nothing to resume from in %s: training starts from scratch", directory)
+        return None
+
+    def _look(self, storage: LocalStorage, below: int | None) -> int:
+        step = committing.newest_whole(storage, below=below)
+        return _NOTHING if step is None else step
+
+    def save(self, write: Callable[[], None], trial: Any) -> None:
+        """Have the Trainer `write` its checkpoint, then commit it; older ones go after that."""
+        args = self._trainer.args
+        limit, step = args.save_total_limit, self._trainer.state.global_step
+        storage = place_of(_NAMING, self._trainer._get_output_dir(trial=trial))
+        _all(self._prepare if self._commits else None, storage, step)
+        args.save_total_limit = None
+        each_node = versions.weights_on_each_node(self._trainer.model) if args.save_on_each_node else nullcontext()
+        try:
+            with each_node:
+                write()
         finally:
             args.save_total_limit = limit
-        _meet()
-        if args.should_save:
-            storage = LocalStorage(trainer._get_output_dir(trial=trial))
-            commit(storage, trainer.state.global_step, world_size=args.world_size)
-            rotate(storage, limit, trainer.state.best_model_checkpoint)
-        _meet()
+        _all(None)
+        _all(self._commit if self._commits else None, storage, step)
+
+    def _prepare(self, storage: LocalStorage, step: int) -> None:
+        self._check()
+        storage.makedirs("")
+        if self._begun_at is None:
+            self._begun_at = 0 if self.path is None else step_of(self.path)
+            committing.set_aside(storage, self._begun_at)
+        committing.begin(storage, step)
+
+    def _commit(self, storage: LocalStorage, step: int) -> None:
+        self._check()
+        committing.commit(storage, step, world_size=self._trainer.args.world_size)
+        self._check()
+        committing.rotate(storage, self._trainer.args.save_total_limit, self._trainer.state.best_model_checkpoint)
+
+    def __enter__(self) -> SynchronousRun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._owning.close()
 
 
-def commit(storage: LocalStorage, step: int, *, world_size: int) -> None:
-    """Make every file of ``checkpoint-<step>`` durable, and say in a manifest what they are."""
-    name = _NAMING.committed(step)
-    manifest = Manifest(
-        run=secrets.token_hex(16),
-        timeline=layout.FOREIGN_LINE,
-        step=step,
-        world_size=world_size,
-        attempt=f"{secrets.token_hex(4)}-000001",
-        created=time.time(),
-        files={path: _durable(storage, f"{name}/{path}") for path in _files(storage, name)},
-    )
-    for folder in sorted({name, *(f"{name}/{path}".rpartition("/")[0] for path in manifest.files)}, reverse=True):
-        storage.sync_dir(folder)
-    storage.replace(f"{name}/{layout.MANIFEST}", manifest.to_bytes())
-    storage.sync_dir("")
-
-
-def rotate(storage: LocalStorage, limit: int | None, best: str | None) -> None:
-    """Remove the oldest of the committed ones beyond `limit`; the newest and the `best` stay."""
-    if not limit or limit < 1:
-        return
-    kept = os.path.basename(best or "")
-    found = [entry for entry in catalog.scan(storage, _NAMING).of_kind("foreign") if entry.valid]
-    found.sort(key=lambda entry: (entry.name == kept, entry.step))
-    newest = max((entry.step for entry in found), default=-1)
-    for entry in found[: max(0, len(found) - limit)]:
-        if entry.step != newest and entry.name != kept:
-            trash = _NAMING.trash(entry.name, secrets.token_hex(4))
-            storage.rename(entry.name, trash)
-            storage.sync_dir("")
-            storage.remove_tree(trash)
-
-
-def newest_whole(output_dir: str) -> str | None:
-    """The newest checkpoint whose bytes are as committed; where none has a manifest, the newest as it is.
-
-    Raises DamagedCheckpoint where there are committed ones, and none is whole.
-    """
-    storage = LocalStorage(output_dir)
-    found = catalog.scan(storage, _NAMING).of_kind("foreign")
-    committed = [entry for entry in found if entry.manifest is not None]
-    damaged = []
-    for entry in reversed(committed or found):
-        problems = [str(entry.problem)] if entry.problem else [problem.message for problem in verify(storage, entry)]
-        if not problems or not committed:
-            if not committed:
-                _log.warning("%s has no manifest: nothing tells whether it is whole", entry.name)
-            return os.path.join(storage.root, entry.name)
-        _log.warning("%s cannot be resumed from and is passed over: %s", entry.name, problems[0])
-        damaged.append(f"{entry.name}: {problems[0]}")
-    if damaged:
-        raise DamagedCheckpoint(f"{storage.root}: no checkpoint is whole: {'; '.join(damaged)}")
-    return None
-
-
-def _files(storage: LocalStorage, name: str) -> list[str]:
-    root = os.path.join(storage.root, name)
-    found = []
-    for folder, _, names in os.walk(root):
-        found += [os.path.relpath(os.path.join(folder, each), root) for each in names if each != layout.MANIFEST]
-    return sorted(found)
-
-
-def _durable(storage: LocalStorage, path: str) -> FileRecord:
-    """Sync a file, and read it as it is on storage then."""
-    storage.drop_cache(path)
-    hasher, memory = ChunkHasher(), memoryview(bytearray(_PIECE))
-    with storage.reader(path) as reader:
-        for begin in range(0, reader.size, _PIECE):
-            hasher.update(memory[: reader.read_into(memory, begin)])
-        size = reader.size
-    return FileRecord(size, file_digest(size, hasher.finish()))
-
-
-def _meet() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
-
-
-def _agreed(work: Any) -> Any:
-    """What rank 0 finds; its error is raised on all."""
+def _all(work: Callable[..., Any] | None, *given: Any) -> list[Any]:
+    """What `work` has given on each rank that has some; an error of one is raised on all. All ranks call it."""
+    failure: Exception | None = None
+    answer: Any = None
+    try:
+        answer = None if work is None else work(*given)
+    except (EasyckptError, OSError) as error:
+        failure = error
     if not (dist.is_available() and dist.is_initialized()):
-        return work()
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [work(), None]
-        except (EasyckptError, OSError) as error:
-            answer = [None, str(error)]
-    dist.broadcast_object_list(answer, 0)
-    if answer[1] is not None:
-        raise DamagedCheckpoint(answer[1])
-    return answer[0]
+        if failure is not None:
+            raise failure
+        return [answer]
+    said = None if failure is None else (type(failure).__name__, str(failure))
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (answer, said))
+    if failure is not None:
+        raise failure
+    for rank, (_, said) in enumerate(answers):
+        if said is not None:
+            kind = getattr(errors, said[0], PeerFailed)
+            raise kind(f"rank {rank}: {said[1]}" if kind is not PeerFailed else f"rank {rank}: {said[0]}: {said[1]}")
+    return [answer for answer, _ in answers]

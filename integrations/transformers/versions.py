@@ -51,27 +51,49 @@ def check() -> None:
         )
 
 
+class _Capturing(threading.local):
+    """What this thread's writes are noted in; None: they are made."""
+
+    into: Captured | None = None
+
+
+_capturing = _Capturing()
+
+
+def _noting(save_file: Any, torch_save: Any) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What stands in for these two, of which no other name is kept here: it would be replaced too."""
+
+    @functools.wraps(save_file)
+    def note_file(tensors: Any, filename: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if _capturing.into is None:
+            return save_file(tensors, filename, metadata, *args, **kwargs)
+        _capturing.into.append((str(filename), dict(tensors), metadata))
+        return None
+
+    @functools.wraps(torch_save)
+    def note_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if _capturing.into is None or not isinstance(f, (str, os.PathLike)) or not _is_state_dict(obj):
+            return torch_save(obj, f, *args, **kwargs)
+        _capturing.into.append((os.fspath(f), dict(obj), None))
+        return None
+
+    return {save_file: note_file, torch_save: note_save}
+
+
+#: One pair for the whole process: a module that is imported while they stand in keeps them for good.
+_NOTING = _noting(safetensors.torch.save_file, torch.save)
+
+
 @contextlib.contextmanager
 def writes_captured() -> Iterator[Captured]:
     """Within it, this thread's writes of weights are noted in place of being made; all else is written."""
     captured: Captured = []
-    thread = threading.get_ident()
-    save_file, torch_save = safetensors.torch.save_file, torch.save
-
-    def note_file(tensors: Any, filename: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return save_file(tensors, filename, metadata, **kwargs)
-        captured.append((str(filename), dict(tensors), metadata))
-        return None
-
-    def note_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or not isinstance(f, (str, os.PathLike)) or not _is_state_dict(obj):
-            return torch_save(obj, f, *args, **kwargs)
-        captured.append((os.fspath(f), dict(obj), None))
-        return None
-
-    with _replaced({save_file: note_file, torch_save: note_save}):
-        yield captured
+    with _replaced(_NOTING):
+        _capturing.into = captured
+        try:
+            yield captured
+        finally:
+            _capturing.into = None
 
 
 def _is_state_dict(value: Any) -> bool:
@@ -193,3 +215,16 @@ def saves_as_ever(trainer: Any, ours: tuple[type, ...]) -> bool:
     """Whether transformers alone saves the model, so that its files depend on nothing of the program's."""
     stock = all(is_stock(type(trainer), method, ours) for method in ("save_model", "_save"))
     return stock and getattr(type(trainer.model), "save_pretrained", None) is PreTrainedModel.save_pretrained
+
+
+@contextlib.contextmanager
+def weights_on_each_node(model: Any) -> Iterator[None]:
+    """Within it, whoever is a main process writes the weights of `model`; 5.x leaves them to the first rank of all."""
+    if not hasattr(model, "should_save_on_this_rank"):
+        yield
+        return
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank

@@ -40,11 +40,12 @@ class Outside:
         trial = kwargs.get("trial", args[0] if args else None)
         reason = synchronous.why(self, trial)
         if reason is not None:
-            self._easyckpt.synchronous = synchronous.SynchronousRun(self, reason, resume_from_checkpoint)
-            try:
-                return super().train(self._easyckpt.synchronous.path, *args, **kwargs)  # type: ignore[misc]
-            finally:
-                self._easyckpt.synchronous = None
+            with SynchronousRun(self, reason, self._easyckpt.options, resume_from_checkpoint) as stock:
+                self._easyckpt.synchronous = stock
+                try:
+                    return super().train(stock.path, *args, **kwargs)  # type: ignore[misc]
+                finally:
+                    self._easyckpt.synchronous = None
         listen(self)
         if versions.drop_signal_callback(self):
             _log.warning("enable_jit_checkpoint: left to easyckpt, which saves at SIGTERM by itself (signals)")

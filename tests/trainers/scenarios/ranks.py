@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.trainers import models
 from tests.trainers.data import Masking, NoisySequences, Padding, Sequences, Stream
 from tests.trainers.scenarios.table import (
     BATCH,
@@ -22,6 +23,12 @@ from tests.trainers.scenarios.table import (
 def ddp() -> Setup:
     """Two ranks."""
     return Setup(train=Sequences(2 * LONG))
+
+
+@scenario(ranks=2)
+def ddp_lora() -> Setup:
+    """Adapters are equal on both ranks, and stored once."""
+    return Setup({"learning_rate": 1e-2}, model=models.lora(), train=Sequences(2 * LONG))
 
 
 @scenario(ranks=2)
