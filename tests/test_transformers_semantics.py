@@ -67,3 +67,14 @@ def test_what_ddp_keeps_equal_of_adapters_is_stored_once(tmp_path):
 def stored_of(part: dict[str, Any]) -> set[str]:
     """Components of which this rank has written a tensor."""
     return {path[0] for path, place in zip(part["layout"]["leaves"]["path"], part["places"], strict=True) if place}
+
+
+def test_files_of_all_ranks_are_in_the_checkpoint(tmp_path):
+    out = tmp_path / "out"
+    ended = run(VERSIONS[-1], [out], ranks=2, beside=tmp_path / "said", job="tests.trainers.adding")
+    assert ended.codes == [0, 0], ended.said
+    for step in (2, 4):
+        checkpoint = out / f"checkpoint-{step}"
+        assert {path.name for path in checkpoint.glob("*.txt")} == {"own-0.txt", "own-1.txt", "common.txt"}
+        assert set(json.loads((checkpoint / "manifest.json").read_text())["files"]) >= {"own-0.txt", "own-1.txt"}
+    assert list(out.glob("_easyckpt-*")) == []

@@ -297,8 +297,8 @@ class TrainingRun:
         requested, self._requested = self._requested, False
         if requested:
             if step <= self._snapshot_at:  # as with the Trainer itself, the later of two saves of a step counts
-                self.saves.deliver(step, wait=True)
                 checkpointer.begin_again(step)
+                self.saves.deliver(step, wait=True)
             self.saves.add(step, self._flush(step))
             self._snapshot_at = step
             if self._options.on_save == "wait":
