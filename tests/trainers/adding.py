@@ -1,4 +1,4 @@
-"""A training on several ranks, each of which adds a file of its own to each checkpoint, and one that all of them write."""
+"""A training on several ranks, which add to each checkpoint a file each and one that all of them write."""
 
 from __future__ import annotations
 
