@@ -205,13 +205,15 @@ class Checkpointer:
         if not self._inert():
             self._came_to(step, flush="no")
 
-    def _came_to(self, given: int, *, flush: Literal["no", "skip", "wait"]) -> Future[int] | None:
+    def _came_to(self, given: int, *, flush: Literal["no", "hold", "skip", "wait"]) -> Future[int] | None:
         begun, future = time.perf_counter(), None
         step = self._check_step(given)
         due = flush == "skip" or step % self._config.save_storage_interval == 0
         self._saver.came_to(step)
         if flush == "wait":
             future = self._saver.flush(step)
+        elif flush == "hold":
+            self._saver.snapshot(step, due=False, wait=True)
         elif flush == "skip" or (step != self._step and (due or step % self._config.save_mem_interval == 0)):
             future = self._saver.snapshot(step, due=due)
         self._step = step

@@ -60,6 +60,12 @@ class FrameworkCheckpointer(Checkpointer):
         return future
 
     @guarded
+    def take(self, step: int) -> None:
+        """As `save_if_needed`, and take the snapshot whatever the interval says; training waits for a slot."""
+        if not self._inert():
+            self._came_to(step, flush="hold")
+
+    @guarded
     def flush_taken(self, step: int) -> Future[int] | None:
         """Flush the snapshot that was taken when `step` ended, whatever the state has become since.
 

@@ -14,13 +14,14 @@ OF_ACCELERATE = ("DataLoaderShard", "DataLoaderDispatcher")
 
 
 class TrackedLoader:
-    """In the place of the loader that accelerate's iterates: its passes go through a `TrainingData`."""
+    """In the place of the loader that accelerate's iterates: the passes that a `TrainingData` awaits go through it."""
 
     def __init__(self, loader: Any, data: TrainingData, epoch: Callable[[], int]) -> None:
         self.__dict__.update(_loader=loader, _data=data, _epoch=epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._data.begin_pass(self._loader, self._epoch())  # type: ignore[no-any-return]
+        data: TrainingData = self._data
+        return data.begin_pass(self._loader, self._epoch()) if data.awaits_pass else iter(self._loader)
 
     def __len__(self) -> int:
         return len(self._loader)

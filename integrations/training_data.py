@@ -73,7 +73,13 @@ class TrainingData:
         """Where the next pass is to begin, after a load; None once it has."""
         self.restore: Callable[[], None] = lambda: None
         """Puts the global generators where the snapshot had them."""
+        self.awaits_pass = False
+        """The next pass over the loader is the training's; others, such as a look at one batch, are not followed."""
+        self.cut = False
+        """The program leaves the pass before its data end."""
         self._exhausted = True
+        self.counted = False
+        """The program reads as many batches as a bare loader has, and asks for one more in a resumed pass alone."""
         self.on_batch: Callable[[str, Any], None] | None = None
         """Hears of each batch that is trained on, for an audit."""
         self._untold: list[Any] = []
@@ -104,7 +110,7 @@ class TrainingData:
             self.place = Place(epoch=self.place.epoch + 1 if self._begun else 0)
         if self.resumed is not None and self.resumed.finished:
             self.restore()
-        self._begun = True
+        self._begun, self.awaits_pass, self.cut = True, True, False
 
     def state_dict(self) -> dict[str, Any]:
         """The position at the end of a step: what was read ahead is not consumed."""
@@ -113,7 +119,7 @@ class TrainingData:
             return {name: getattr(place, name) for name in Place.__slots__}
         if not self._begun:  # training goes on with the next pass, which is the first
             return {name: getattr(Place(epoch=-1, finished=True), name) for name in Place.__slots__}
-        place.finished = self.at_end
+        place.finished = self.at_end or self.cut
         place.consumed = self._fetched if place.finished or not self.reading.group else self._ahead_from
         for part, generator in self._generators.items():
             place.own[part] = generator.get_state()
@@ -128,6 +134,7 @@ class TrainingData:
 
     def begin_pass(self, loader: Any, epoch: int) -> Iterator[Any]:
         """The batches of the pass `epoch` over `loader`, a torch DataLoader, that were not consumed yet."""
+        self.awaits_pass = False
         resumed, self.resumed = self.resumed, None
         own = self._generators = _all_generators(loader)
         goes_on = self.skip > 0 or (resumed is not None and not resumed.finished)
@@ -161,6 +168,9 @@ class TrainingData:
             if batch is _END:
                 if a_pass.resumed is not None and number < group:  # what was read ahead was the incomplete end
                     a_pass.set_now()
+                if a_pass.resumed is not None and not group and self.counted:
+                    set_host_generators(place.ahead)
+                    _set_all(a_pass.own, place.own_ahead)
                 break
             if number % max(1, group) == 0:
                 self._ahead_from = self._fetched
@@ -264,10 +274,15 @@ class _Pass:
 
 
 def _all_generators(loader: Any) -> dict[str, torch.Generator]:
-    """Those of the loader and of all samplers that are in one another."""
+    """Those of the loader and of all samplers that are in one another.
+
+    accelerate's sampler seeds its own for each pass, and makes it in its first one only: it is no state.
+    """
     found: dict[str, torch.Generator] = {}
-    level, name = loader, "loader"
+    level, name, seeded = loader, "loader", None
     for _ in range(5):
+        if type(level).__name__ == "SeedableRandomSampler":
+            seeded = level.generator
         for part, generator in own_generators(level).items():
             if not any(generator is known for known in found.values()):
                 found[f"{name}.{part}"] = generator
@@ -276,7 +291,7 @@ def _all_generators(loader: Any) -> dict[str, torch.Generator]:
         if level is None:
             break
         name = f"{name}.sampler"
-    return found
+    return {part: one for part, one in found.items() if one is not seeded or one is getattr(loader, "generator", None)}
 
 
 def _states(generators: Mapping[str, torch.Generator]) -> dict[str, torch.Tensor]:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.launch import VERSIONS
+from tests.trainers.launch import VERSIONS, has
 from tests.trainers.matrix import TIERS, Record, Resumed, Trial, differences, kill_and_resume, lose_snapshots
 from tests.trainers.scenarios import TABLE, Scenario
 
 #: One of each kind of difficulty.
 SAMPLE = ("noise_ga2", "group_len_epochs", "noise_w2_pers", "iter_multi_epoch", "lora", "plain_tied")
-SAMPLE += ("log4", "eval_epoch_killed", "early", "best", "never_saved", "ddp_mlm")
+SAMPLE += ("log4", "eval_epoch_killed", "early", "best", "never_saved", "ddp_mlm", "counting", "copied_loop")
 FRESH = ("base", "noise_w2", "hf_iter_multi", "lora", "ddp_mlm")
 #: How far behind what has been finished a restart may be, by the number of ranks.
 ALLOWED = {1: 1, 2: 2}
@@ -103,10 +103,30 @@ def test_the_stock_trainer_is_not_exact(name, tmp_path):
     assert differences(straight, resumed.records)
 
 
+#: The Trainer's own saving at SIGTERM comes before a step, between its batches, and at its end.
+MOMENTS = ("on_step_end", "on_substep_end", "on_optimizer_step")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [{}, {"signals": []}, {"signals": [], "save_mem_interval": 5}], ids=str)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_saved_just_in_time(moment, options, tmp_path):
+    trial = Trial(TABLE["just_in_time_ga2"], "5", tmp_path)
+    out = trial.signalled(moment, options)
+    assert [path.name for path in out.glob("checkpoint-*") if not any(path.iterdir())] == []
+    lose_snapshots()
+    resumed = trial.resumed(out, "resumed")
+    assert differences(trial.straight(), resumed) == []
+    assert resumed[0]["began"] in {12, 13}
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", TABLE)
 def test_the_whole_table(name, version, tmp_path, campaign_part):
+    needs = TABLE[name].needs
+    if needs and not has(version, needs):
+        pytest.skip(f"{needs} is not installed beside transformers {version}: see requirements/{needs}-{version}.txt")
     is_exact(name, version, tmp_path)
     tests = len(TABLE) * len(VERSIONS)
     campaign_part("transformers_exact", seed=None, tests=tests, cases=[f"{name} on transformers {version}"])

@@ -6,23 +6,30 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.trainers.launch import REPOSITORY, VERSIONS, quiet, run
+from easyckpt import catalog
+from easyckpt.contents import Opened
+from easyckpt.contents.held import Held
+from easyckpt.storage.records_apart import open_place
+from tests.trainers.launch import REPOSITORY, VERSIONS, python_of, quiet, run
 from tests.trainers.matrix import Trial
 from tests.trainers.scenarios import TABLE
 
 #: Damage in each kind of file is the same with both versions, and so is what the older one is not asked here. Names of
 #: modules count as those of tests do: none has one of these words.
 DAMAGE = "damage_in_any_file"
+#: Of methods that a subclass overrides, what is asked each time.
+RARE = "of_overridden and not (left_alone or known_here or never_called)"
 SAMPLE = "layout or hold or best or callbacks or stock or line or twice or newest or added or writer or interrupt"
 #: The modules are not called as tests are: here, without transformers, nobody is to import them.
 NAMED = ("-o", "python_files=of_*.py")
 
 
-@pytest.mark.parametrize(("version", "chosen"), [("5", f"not {DAMAGE}"), ("4", SAMPLE), ("5", f"{DAMAGE} and flipped")])
+@pytest.mark.parametrize(
+    ("version", "chosen"), [("5", f"not {DAMAGE} and not ({RARE})"), ("4", SAMPLE), ("5", f"{DAMAGE} and flipped")]
+)
 def test_semantics(version, chosen):
     all_pass(version, chosen)
 
@@ -58,15 +65,16 @@ def test_a_listener_on_one_rank_alone_holds_up_nobody(version, tmp_path):
 
 def test_what_ddp_keeps_equal_of_adapters_is_stored_once(tmp_path):
     Trial(TABLE["ddp_lora"], VERSIONS[-1], tmp_path).straight()
-    checkpoint = tmp_path / "straight-wrapped" / "checkpoint-20"
-    first, second = (stored_of(part) for part in json.loads((checkpoint / "manifest.json").read_text())["parts"])
+    storage, naming = open_place(tmp_path / "straight-wrapped")
+    with Opened(storage, catalog.inspect(storage, "checkpoint-20", naming)) as checkpoint:
+        first, second = (written_in(checkpoint.held(rank)) for rank in (0, 1))
     assert {"model", "optimizer"} <= first
     assert second.isdisjoint({"model", "optimizer"})
 
 
-def stored_of(part: dict[str, Any]) -> set[str]:
+def written_in(held: Held) -> set[str]:
     """Components of which this rank has written a tensor."""
-    return {path[0] for path, place in zip(part["layout"]["leaves"]["path"], part["places"], strict=True) if place}
+    return {leaf.path[0] for leaf, mine in zip(held.layout.leaves, held.written, strict=True) if mine}
 
 
 def test_files_of_all_ranks_are_in_the_checkpoint(tmp_path):
@@ -78,3 +86,34 @@ def test_files_of_all_ranks_are_in_the_checkpoint(tmp_path):
         assert {path.name for path in checkpoint.glob("*.txt")} == {"own-0.txt", "own-1.txt", "common.txt"}
         assert set(json.loads((checkpoint / "manifest.json").read_text())["files"]) >= {"own-0.txt", "own-1.txt"}
     assert list(out.glob("_easyckpt-*")) == []
+
+
+OLD = """
+import sys
+import transformers.trainer_callback
+transformers = sys.modules["transformers"]
+transformers.__version__ = "4.38.0"
+del transformers.trainer_callback.ExportableState  # which came with 4.42
+try:
+    from easyckpt.integrations.transformers import TrainerWrapper
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_an_old_version_is_named_before_what_it_lacks():
+    program = [python_of(VERSIONS[-1]), "-c", OLD]
+    environment = {**os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("ConfigError transformers 4.38.0 is installed")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_one_rank_cannot_prepare_is_told_to_all(version, tmp_path):
+    record = tmp_path / "came"
+    words = [tmp_path / "out", record]
+    ended = run(version, words, ranks=2, beside=tmp_path / "said", job="tests.trainers.unprepared")
+    assert ended.codes == [0, 0], ended.said
+    assert Path(f"{record}.0").read_text().startswith("PeerFailed: FileNotFoundError: rank 1")
+    assert Path(f"{record}.1").read_text().startswith("FileNotFoundError")

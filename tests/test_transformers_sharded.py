@@ -188,3 +188,15 @@ def test_a_second_job_in_the_same_directory_is_refused(fsdp):
     assert second.codes == [1, 1]
     assert "RootInUse" in second.said
     assert fsdp.record("first")[0]["steps"] == 8
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), ("each_node", 2)])
+def test_a_relative_directory_stays_where_it_was(kind, ranks, tmp_path):
+    trainings = Sharded("5", kind, tmp_path, ranks)
+    straight = trainings.straight()
+    ended = trainings.run("moves", "--moves", tmp_path, "--resume", "false", out=Path("out"))
+    assert ended.codes == [0] * ranks, ended.said
+    assert whole(trainings.out) == [2, 4, 6, 8]
+    shutil.rmtree(trainings.out / "checkpoint-8")
+    trainings.resumed("again", 6, straight)

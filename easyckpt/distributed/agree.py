@@ -44,6 +44,28 @@ def all_good(channel: Channel, name: str, failure: Exception | None, timeout: fl
             raise _rebuilt(str(answer["error"]), f"rank {rank}: {answer['text']}")
 
 
+def done_by_all(channel: Channel, name: str, work: Callable[[], Json] | None, timeout: float) -> list[Any]:
+    """Run `work` on the ranks that have some, and return all results, by rank, on every rank.
+
+    An error of one is raised on all. Work that may take longer than `timeout` calls `channel.busy` as it gets on.
+    """
+    failure: Exception | None = None
+    answer: Json = {"result": None}
+    try:
+        if work is not None:
+            answer = {"result": work()}
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
+        failure = error
+        answer = {"error": type(error).__name__, "text": str(error)}
+    answers = channel.exchange(name, answer, timeout)
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(answers):
+        if "error" in other:
+            raise _rebuilt(str(other["error"]), f"rank {rank}: {other['text']}")
+    return [other["result"] for other in answers]
+
+
 def _rebuilt(name: str, text: str) -> errors.EasyckptError:
     """The same class of error as on the rank where it happened, if it is one of ours."""
     kind = getattr(errors, name, None)

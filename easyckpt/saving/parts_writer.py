@@ -104,7 +104,7 @@ class PartsWriter(ShardWriter):
     ) -> tuple[dict[str, tuple[int, str]], list[bytes]]:
         """Rank 0, before the commit: take the parts of all ranks out of `directory`.
 
-        Returns the files that are left, and the texts of the parts. May be called again after a failure in between.
+        Returns the files that are left, and the texts of the parts. Once an attempt: a failure ends it.
         """
         left, texts = dict(files), []
         names = [part_file(rank) for rank in range(world_size)]

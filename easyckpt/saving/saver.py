@@ -68,10 +68,10 @@ class Saver:
         self._catch_up.came_to(step)
         self._parts.coordinator.came_to(step)
 
-    def snapshot(self, step: int, *, due: bool) -> Future[int] | None:
+    def snapshot(self, step: int, *, due: bool, wait: bool = False) -> Future[int] | None:
         """Take the snapshot of `step` if a slot is free, and have it flushed if `due`: then with what comes of that.
 
-        Raises background failures.
+        `wait` for a slot that flushes hold. Raises background failures.
         """
         self._ready_line()
         self._parts.stager.end_window("save")
@@ -85,7 +85,7 @@ class Saver:
             self._skip(step, self._parts.capture.capture(), NO_MEMORY, begun)
             return None
         overlap = not (due and self._parts.coordinator.ledger.blocking)
-        self._stage(step, wait=due and self._config.back_pressure == "wait", overlap=overlap)
+        self._stage(step, wait=wait or (due and self._config.back_pressure == "wait"), overlap=overlap)
         return self._parts.coordinator.due(step, forced=False) if due else None
 
     def flush(self, step: int) -> Future[int]:

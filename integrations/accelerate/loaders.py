@@ -72,6 +72,7 @@ class Loader(TrainingData):
         self._meet(loader, epoch)
         self.reading = reading_of(loader)
         loader.base_dataloader = TrackedLoader(base, self, lambda: epoch)
+        self.awaits_pass = True
         try:
             loader.set_epoch(epoch)
             for batch in loader:

@@ -22,7 +22,9 @@ def __getattr__(name: str) -> Any:
     """Import transformers only for what needs it: checkpoints can be looked at without."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from easyckpt.integrations.transformers import versions, wrapper  # noqa: PLC0415
+    from easyckpt.integrations.transformers import supported  # noqa: PLC0415
 
-    versions.check()
+    supported.check()  # first: what an old version lacks would say less about it
+    from easyckpt.integrations.transformers import wrapper  # noqa: PLC0415
+
     return getattr(wrapper, name)

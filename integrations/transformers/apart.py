@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -23,10 +23,11 @@ _log = logging.getLogger("easyckpt")
 
 
 @contextlib.contextmanager
-def written_apart(trainer: Any, root: str, added: dict[str, bytes]) -> Iterator[None]:
+def written_apart(trainer: Any, root: str, added: dict[str, bytes], asked: Callable[[], bool]) -> Iterator[None]:
     """Within it ``args.output_dir`` is the directory apart; then what this rank is to carry of it is put into `added`.
 
-    All ranks call it, and meet at its begin and at its end.
+    All ranks call it, and meet at its begin and at its end. Where the Trainer was not `asked` to save as well, what was
+    written is a checkpoint of the program's own, and goes to where that was meant for.
     """
     args, given = trainer.args, os.path.abspath(trainer.args.output_dir)
     apart = os.path.join(root, PROGRAMS_DIRECTORY)
@@ -43,6 +44,9 @@ def written_apart(trainer: Any, root: str, added: dict[str, bytes]) -> Iterator[
     finally:
         args.output_dir = named
         _agree(lambda: None, failure)
+    if not asked():
+        _agree(lambda: _close(given, apart, folder) if first else None)
+        return
     directory = os.path.join(apart, folder)
     seen = _exchanged(scratch.names_in(directory))
     before = set().union(*seen[: args.process_index])
@@ -72,11 +76,14 @@ def _open(given: str, apart: str) -> None:
                 os.symlink(os.path.join(given, name), os.path.join(apart, name))
 
 
-def _close(given: str, apart: str) -> None:
+def _close(given: str, apart: str, folder: str | None = None) -> None:
     """What was written beside the checkpoint comes to where it was meant for."""
     for name in os.listdir(apart):
         path = os.path.join(apart, name)
-        if not _is_checkpoints(name) and not os.path.islink(path):
+        free = name == folder and not os.path.lexists(os.path.join(given, name))
+        if name == folder and not free:
+            _log.warning("%s is there already: what the program writes of its own is left out", name)
+        if free or (not _is_checkpoints(name) and not os.path.islink(path)):
             shutil.move(path, os.path.join(given, name))
     scratch.remove(apart)
 

@@ -13,8 +13,10 @@ from typing_extensions import override
 from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import recipe, versions
+from easyckpt.integrations.transformers.beside import Beside
 from easyckpt.integrations.transformers.names import (
     ARGUMENTS_FILE,
+    BESIDE,
     DATA,
     FILES,
     MODEL,
@@ -25,6 +27,7 @@ from easyckpt.integrations.transformers.names import (
     WEIGHTS,
 )
 from easyckpt.integrations.transformers.progress import Progress
+from easyckpt.integrations.transformers.sayings import what_is_saved
 from easyckpt.state.modules import replicated_parameters, unwrap
 from easyckpt.state.objects import ForeignComponent
 
@@ -100,17 +103,13 @@ class Files:
     def learn(self, trainer: Any) -> None:
         """Have the Trainer say which they are now. All ranks call it: a program's own saving may wait for all."""
         live = live_tensors(trainer)
-        if versions.saves_as_ever(trainer, _ours(trainer)):
-            look = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()]
-            seen = (id(trainer.model), trainer.model.config.to_json_string(), look)
-            if seen == self._seen and not self._recipe.copies:
-                self._learnt_at = int(trainer.state.global_step)
-                return
-            self._seen = seen
-        fresh = recipe.learn(trainer, live, MODEL, FILES)
-        self._look_for_weights(trainer, fresh, live)
-        if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
-            self._recipe, self._value = fresh, _tensors_of(fresh)
+        if self._seen is None or _look(trainer, live) != self._seen:
+            fresh = recipe.learn(trainer, live, MODEL, FILES)
+            self._look_for_weights(trainer, fresh, live)
+            if (fresh.weights, fresh.small) != (self._recipe.weights, self._recipe.small) or fresh.copies:
+                self._recipe, self._value = fresh, _tensors_of(fresh)
+            known = not fresh.copies and versions.saves_as_ever(trainer, ours(trainer))
+            self._seen = _look(trainer, live) if known else None  # only now: saving writes into the configuration
         self._learnt_at = int(trainer.state.global_step)
 
     def added_at(self, step: int) -> dict[str, bytes]:
@@ -118,6 +117,27 @@ class Files:
         if step != self._added_at:
             self.added, self._added_at = {}, step
         return self.added
+
+    def learn_early(self, trainer: Any) -> None:
+        """As `learn`, before anything is to be saved: for a checkpoint that nobody asks for. It may fail."""
+        try:
+            self.learn(trainer)
+        except Exception as error:  # noqa: BLE001 - what a model, or a program, does not know how to save is its own
+            _log.warning(
+                "%s.save_model() has failed before training began (%s: %s). A checkpoint of a job that is ended before "
+                "its first save will have no files of the model",
+                type(trainer).__name__,
+                type(error).__name__,
+                error,
+            )
+        self.let_go()
+
+    def let_go(self) -> None:
+        """The snapshot is taken: what belongs to its step alone need not be in those that follow."""
+        self.added, self._added_at = {}, -1
+        if self._recipe.copies:
+            self._recipe.copies = self._value["tensors"] = {}
+            self._learnt_at = -1
 
     def _look_for_weights(self, trainer: Any, fresh: recipe.Recipe, live: Mapping[str, torch.Tensor]) -> None:
         """Say it once where the Trainer saves no weights."""
@@ -146,6 +166,10 @@ class Files:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing of it is wanted back: the files are made anew of the live objects."""
+
+
+def _look(trainer: Any, live: Mapping[str, torch.Tensor]) -> Any:
+    return what_is_saved(trainer), [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()]
 
 
 def _tensors_of(made: recipe.Recipe) -> dict[str, Any]:
@@ -193,9 +217,12 @@ def state_of(trainer: Any, progress: Progress, data: TrainingData, files: Files)
     scaler = getattr(trainer.accelerator, "scaler", None)
     if scaler is not None:
         state[SCALER] = scaler
+    beside = Beside(trainer)
+    if beside:
+        state[BESIDE] = beside
     return state
 
 
-def _ours(trainer: Any) -> tuple[type, ...]:
+def ours(trainer: Any) -> tuple[type, ...]:
     """The classes of ours that extend the Trainer's."""
     return tuple(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("easyckpt."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from easyckpt.integrations.transformers import stock
 from easyckpt.integrations.transformers.names import OPTIMIZER_FILE, SCALER_FILE, SCHEDULER_FILE, rng_file
+
+_log = logging.getLogger("easyckpt")
 
 
 def load_optimizer_and_scheduler(trainer: Any, directory: str) -> None:
@@ -22,8 +25,12 @@ def load_optimizer_and_scheduler(trainer: Any, directory: str) -> None:
 def load_scaler(trainer: Any, directory: str) -> None:
     """As the Trainer's ``_load_scaler``."""
     path, scaler = os.path.join(directory, SCALER_FILE), getattr(trainer.accelerator, "scaler", None)
-    if scaler is not None and os.path.isfile(path):
+    if scaler is None:
+        return
+    if os.path.isfile(path):
         scaler.load_state_dict(stock.load_pickle(path))
+    else:  # older Trainers wrote none, so it is no damage
+        _log.warning("%s is not there: the scale of the gradients begins anew, so the next steps are not exact", path)
 
 
 def load_generators(trainer: Any, directory: str) -> None:

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
 
 from easyckpt.integrations import tracked_loader
 from easyckpt.integrations.training_data import TrainingData
@@ -24,17 +25,22 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if self._trainer._easyckpt.run is not None:
             self._trainer._easyckpt.run.start()
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
+        if self._trainer._easyckpt.run is not None:
+            self._trainer._easyckpt.run.begin_step()
+
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
             self._trainer._easyckpt.run.begin_epoch()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: D102
-        if self._trainer._easyckpt.run is not None:
-            self._trainer._easyckpt.run.log(logs or {})
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
             self._trainer._easyckpt.run.come_to_end()
+            self._trainer._easyckpt.run.stops.end_step(control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: D102
+        if self._trainer._easyckpt.run is not None:
+            self._trainer._easyckpt.run.log(logs or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
@@ -42,7 +48,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
-            self._trainer._easyckpt.run.end_epoch()
+            self._trainer._easyckpt.run.end_epoch(cut=control.should_epoch_stop)
 
 
 def listen(trainer: Any) -> None:
@@ -56,6 +62,7 @@ def track(loader: Any, data: TrainingData) -> Any:
     """Have the passes over the training data reported to `data`."""
     versions.leave_skipping(tracked_loader.skip_batches)
     tracked = tracked_loader.track(loader, data)
+    data.counted = has_length(loader)  # up to 4.57, a resumed epoch asks for as many as a whole one
     if not tracked_loader.is_tracked(tracked):
         _log.warning(
             "the training data come from a %s, whose position is not known exactly: a resumed run skips batches as the "

@@ -19,7 +19,7 @@ ARGUMENTS_FILE = "training_args.bin"
 WEIGHTS = (SAFETENSORS, ".bin", *TORCH_FILES)
 
 MODEL, OPTIMIZER, SCHEDULER, SCALER = "model", "optimizer", "scheduler", "scaler"
-PROGRESS, DATA, FILES = "trainer", "data", "files"
+PROGRESS, DATA, FILES, BESIDE = "trainer", "data", "files", "beside"
 
 
 def rng_file(rank: int, world_size: int) -> str:

@@ -16,6 +16,8 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 from easyckpt.format.difference import ASIDE
 from easyckpt.integrations.transformers import versions
+from easyckpt.integrations.transformers.own import Own
+from easyckpt.integrations.transformers.unsaved import Buffers
 
 _FIRST_BYTES = 1 << 16
 
@@ -65,9 +67,12 @@ class Progress:
     def __init__(self) -> None:
         self.trainer: Any = None
         """Whose state it is, once there is one."""
+        self.buffers: Buffers | None = None
         self.loss = torch.zeros((), dtype=torch.float64)
         """The running loss since the last log."""
         self.restored: dict[str, Any] | None = None
+        self.own: Own | None = None
+        """What the trainer's class keeps by itself."""
         self._log = Log()
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,7 +86,12 @@ class Progress:
         fields["stateful_callbacks"] = _callbacks(self.trainer)
         return {
             "state": fields,
-            ASIDE: {"log": self._log.update(history), "best_model_checkpoint": best},  # times, and a path
+            ASIDE: {  # times, and a path
+                "log": self._log.update(history),
+                "best_model_checkpoint": best,
+                "own": self.own.state() if self.own is not None else None,
+            },
+            "buffers": self.buffers.changed() if self.buffers is not None else {},
             "loss": self.loss,
             "total_loss": versions.loss_in_all(self.trainer),
             "logged_at": int(self.trainer._globalstep_last_logged),
@@ -127,11 +137,15 @@ def put_back(trainer: Any, progress: Progress) -> None:
     """What the Trainer itself does not take out of ``trainer_state.json``."""
     value = progress.restored
     assert value is not None
+    if progress.buffers is not None:
+        progress.buffers.put_back(value["buffers"])
     trainer._total_loss_scalar = value["total_loss"]
     trainer._globalstep_last_logged = value["logged_at"]
     trainer.current_flos = value["flos"]
     if not trainer.args.restore_callback_states_from_checkpoint:  # else the Trainer has made them anew
         _put_back_callbacks(trainer, value["state"]["stateful_callbacks"])
+    if progress.own is not None and value[ASIDE].get("own"):
+        progress.own.put_back(value[ASIDE]["own"])
 
 
 def _put_back_callbacks(trainer: Any, states: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ import torch
 from easyckpt.format.dtypes import dtype_name
 from easyckpt.integrations.transformers import scratch, versions
 
-#: Tensors that a file holds and the state does not, by a name of ours: they are part of the files' own state.
+#: Tensors in host memory that a file holds and the state does not, by a name of ours: part of the files' own state.
 Copies = dict[str, torch.Tensor]
 
 
@@ -90,5 +90,5 @@ def _place(known: _Known, tensor: torch.Tensor, recipe: Recipe, component: str, 
     if found is not None:
         return [component, *found]
     name = str(len(recipe.copies))
-    recipe.copies[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    recipe.copies[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return [files, name, 0]

@@ -19,20 +19,24 @@ import torch
 
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
-from easyckpt.errors import NoCheckpoint, UsageError
+from easyckpt.distributed.agree import all_good
+from easyckpt.errors import EasyckptError, NoCheckpoint, UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
-from easyckpt.integrations.transformers import apart, scratch, versions
+from easyckpt.integrations.transformers import apart, overridden, scratch, unsaved, versions
 from easyckpt.integrations.transformers import progress as trainer_progress
 from easyckpt.integrations.transformers.best import Best
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
 from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
 from easyckpt.integrations.transformers.options import Options
+from easyckpt.integrations.transformers.own import Own
 from easyckpt.integrations.transformers.plan import Planner
 from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
+from easyckpt.integrations.transformers.stops import Stops
+from easyckpt.integrations.transformers.unsaved import OwnState
 from easyckpt.loading.loader import Restored
 from easyckpt.prospect import Prospect
 
@@ -60,22 +64,35 @@ class TrainingRun:
         self._private: str | None = None
         self._apart = False
         """The program's own ``_save_checkpoint`` is running."""
-        self._in_epoch_end = self._requested = self._rescaled = self._over = False
         self._moment: Moment = "begun"
+        self._in_epoch_end = self._requested = self._rescaled = self._within_step = self._must_be_taken = False
+        self._trains = self._over = False
+        self._requests = 0
+        self._own_state: OwnState | None = None
         self._snapshot_at = self._counted_at = -1
         try:
             self.origin: Origin = find_origin(self._prospect, resume, {PROGRESS: self.progress, DATA: self.data})
             if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
                 self.data.forget()
                 self.progress.restored = None
-            self.path = self._path_for_trainer()
-        except BaseException:
-            self._prospect.close()
+            self.path = self._agreed_path(self._prospect)
+        except BaseException as error:
+            self._prospect.close(error)
             raise
 
     def _opened(self) -> Prospect:
         root = os.path.abspath(self._trainer.args.output_dir)
         return Prospect(root, self._dialect, max_ckpt_num=self._limit, **self._options.settings())
+
+    def _agreed_path(self, prospect: Prospect) -> str | None:
+        """What the Trainer is to resume from. All ranks have it, or none goes on."""
+        path, failure = None, None
+        try:
+            path = self._path_for_trainer()
+        except (EasyckptError, OSError) as error:
+            failure = error
+        all_good(prospect.channel, "the Trainer's own state", failure, prospect.timeout)
+        return path
 
     def _path_for_trainer(self) -> str | None:
         """What the Trainer is to resume from: its own checkpoint, or a directory that only holds its state file."""
@@ -98,14 +115,26 @@ class TrainingRun:
         """Whether this run puts everything back itself, so that the Trainer's own loading has nothing to do."""
         return self.origin.ours
 
+    @property
+    def started(self) -> bool:
+        """Whether the loop has made all that it works with."""
+        return self._checkpointer is not None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the first pass over the data, or the rest of one, has begun."""
+        return self._trains
+
     # -- hooks, in the order in which a training comes to them
 
     def start(self) -> None:
         """Model, optimizer and scheduler are made: take over, and restore them."""
         trainer = self._trainer
+        overridden.warn_of_own_loop(trainer, in_epoch=False)
         trainer.state.global_step = int(trainer.state.global_step)
-        self.progress.trainer = trainer
-        self.files.learn(trainer)
+        self.progress.trainer, self.progress.own = trainer, Own(trainer)
+        self.progress.buffers = trainer._easyckpt.buffers = unsaved.buffers_of(trainer)
+        self.files.learn_early(trainer)
         assert self._prospect is not None
         prospect = self._prospect
         state = state_of(trainer, self.progress, self.data, self.files)
@@ -118,6 +147,9 @@ class TrainingRun:
             apart.forget(self._root)
         handler.on_save = _heard_later
         self.best = self.saves.best = Best(trainer, checkpointer, self.saves)
+        self.stops = Stops(handler.on_substep_end, lambda: self._requested)
+        handler.on_substep_end = self.stops.on_substep_end
+        self._must_be_taken = self._may_end_with_half_a_step()
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
             checkpointer.begin_at(self.origin.step, outside=self.origin.is_outside(prospect.root))
@@ -148,6 +180,7 @@ class TrainingRun:
         if found is not None and found.tier == "memory" and asked and not self.saves.known(step):
             assert self._checkpointer is not None
             self.saves.add(step, self._checkpointer.save(step))
+            self._flushed_at = step
 
     def same_batches(self, size: Any) -> bool:
         """Whether batches are of the `size` that they had. If not, the Trainer's own reckoning says where to go on."""
@@ -159,12 +192,12 @@ class TrainingRun:
         if self._checkpointer is None:
             return
         self.progress.trainer = None
-        vars(self._trainer.callback_handler).pop("on_save", None)
+        self._let_go_of_events()
         checkpointer, self._checkpointer = self._checkpointer, None
         found = self.origin.found
         checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
         self._prospect = self._opened()
-        self._requested, self._moment = False, "begun"
+        self._requested, self._trains, self._moment = False, False, "begun"
         if found is not None:
             self._look_again(self._prospect, found)
         elif self.origin.elsewhere is not None:
@@ -182,9 +215,20 @@ class TrainingRun:
         self.origin = dataclasses.replace(self.origin, step=again.step, found=again)
         self._tell_trainer()
 
+    def begin_step(self) -> None:
+        """A step is about to begin."""
+        overridden.warn_of_own_loop(self._trainer, in_epoch=True)
+        if self._own_state is None:
+            self._own_state = OwnState(self._trainer.callback_handler.callbacks)
+        self.check_told()
+
+    def check_told(self) -> None:
+        """Whether this run was told of all that was trained. Called at a step's begin, and at the end."""
+        overridden.warn_of_what_was_not_told(self._trainer, None if self._checkpointer is None else self._counted_at)
+
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
-        self._in_epoch_end, self._moment = False, "begun"
+        self._in_epoch_end, self._trains, self._moment = False, True, "begun"
         self.data.begin_epoch()
 
     def come_to_end(self) -> None:
@@ -195,9 +239,13 @@ class TrainingRun:
         """No step follows: what is asked for from here on is done at once."""
         self._moment, self._over = "still", True
 
-    def end_epoch(self) -> None:
-        """The last step of a pass has ended; what belongs to the end of the epoch comes now."""
+    def end_epoch(self, *, cut: bool) -> None:
+        """The last step of a pass has ended; what belongs to the end of the epoch comes now.
+
+        `cut`: a callback has ended the epoch. Where training as a whole ends early, the pass is not over.
+        """
         self._in_epoch_end, self._moment = True, "end"
+        self.data.cut = cut
 
     def log(self, values: Mapping[str, Any]) -> None:
         """The Trainer has logged `values`: they are kept with the snapshot, and beside the checkpoints."""
@@ -211,6 +259,7 @@ class TrainingRun:
         self._requested = True
         if self._apart:
             apart.make_checkpoint(trainer)
+        self._requests += 1
         if trainer.hp_search_backend is None:
             trainer.store_flos()
         state = trainer.state
@@ -225,8 +274,9 @@ class TrainingRun:
         """``_save_checkpoint`` is called, by whomever, and `save` goes on with it; `own`: it is the program's."""
         step = int(self._trainer.state.global_step)
         if own:
-            self._apart = True
-            with apart.written_apart(self._trainer, self._root, self.files.added_at(step)):
+            before, self._apart = self._requests, True
+            added = self.files.added_at(step)
+            with apart.written_apart(self._trainer, self._root, added, lambda: self._requests > before):
                 save()
             self._apart = False
         else:
@@ -234,11 +284,15 @@ class TrainingRun:
         if self._requested and self._moment != "end":
             self._save_between(step)
 
+    def make_way(self) -> None:
+        """The checkpoint's directory may have been made already, with nothing in it."""
+        self.saves.make_way(self._trainer.state.global_step)
+
     def _save_between(self, step: int) -> None:
         """A save that is asked for elsewhere than at the end of a step, as of the step that was made last."""
         assert self._checkpointer is not None
         if self._moment == "still":
-            self._take(step)
+            self._take(step, half=False)
             if self._over:
                 self.drain()
             return
@@ -255,6 +309,11 @@ class TrainingRun:
             self._requested = False
             self.saves.add(step, future)
 
+    def trained(self, loss: torch.Tensor) -> torch.Tensor:
+        """A batch was trained on. Returns what the Trainer is to take for its `loss`."""
+        self._within_step = True
+        return self.carried.added_to(loss)
+
     def end_step(self, loss: torch.Tensor) -> None:
         """The Trainer has logged and evaluated: the state of the step is complete, unless its epoch ends with it."""
         trainer, checkpointer = self._trainer, self._checkpointer
@@ -266,12 +325,13 @@ class TrainingRun:
         if step > self._counted_at:
             self.data.place.updates += step - self._counted_at
             self._counted_at = step
+        half, self._within_step = self._within_step and self._in_epoch_end, False
         if not self._in_epoch_end and self._epoch_ends():
             return
         preempted = step > self._snapshot_at and checkpointer.preempted
         if preempted:
             self.request_save()
-        self._take(step)
+        self._take(step, half=half)
         self._moment = "begun"
         self.saves.deliver(step)
         if preempted:
@@ -291,27 +351,44 @@ class TrainingRun:
         over = control.should_training_stop and step >= trainer.state.max_steps
         return self.data.at_end or control.should_epoch_stop or over
 
-    def _take(self, step: int) -> None:
+    def _take(self, step: int, *, half: bool) -> None:
+        """Snapshot the step, and flush it where that was asked for. `half`: gradients of the next one are there.
+
+        These are no state, so what was taken when the step ended is flushed then: resumed, the half step is done again.
+        """
         checkpointer = self._checkpointer
         assert checkpointer is not None
         requested, self._requested = self._requested, False
         if requested:
-            if step <= self._snapshot_at:  # as with the Trainer itself, the later of two saves of a step counts
+            taken = checkpointer.flush_taken(step) if half and step == self._snapshot_at else None
+            if taken is None and step <= self._snapshot_at:  # as with the Trainer itself, the later save counts
                 checkpointer.begin_again(step)
                 self.saves.deliver(step, wait=True)
-            self.saves.add(step, self._flush(step))
+            self.saves.add(step, self._flush(step) if taken is None else taken)
+            self.files.let_go()
             self._snapshot_at = step
             if self._options.on_save == "wait":
                 self.saves.deliver(step, wait=True)
         elif step > self._snapshot_at:
-            checkpointer.save_if_needed(step)
+            (checkpointer.take if self._must_be_taken else checkpointer.save_if_needed)(step)
             self._snapshot_at = step
+
+    def _may_end_with_half_a_step(self) -> bool:
+        """Whether each step may turn out to be the last whole one of its pass, with a checkpoint at the pass's end."""
+        args, loader = self._trainer.args, self._trainer.callback_handler.train_dataloader
+        with contextlib.suppress(TypeError, NotImplementedError):
+            if len(loader) >= 0:
+                return False
+        at_the_end = args.save_strategy in ("epoch", "best") and self._options.back_pressure == "wait"
+        return bool(at_the_end and args.gradient_accumulation_steps > 1)
 
     def _flush(self, step: int) -> Future[int]:
         """Snapshot the step as it is now, and flush that."""
         checkpointer, control = self._checkpointer, self._trainer.control
         assert checkpointer is not None
         self.files.learn(self._trainer)
+        if self._own_state is not None:
+            self._own_state.tell()
         control.should_save = True  # as it is when the Trainer writes its state
         try:
             if self._options.on_save == "wait":  # so the snapshot must be whole before the next optimizer step
@@ -358,9 +435,13 @@ class TrainingRun:
             return checkpointer.close  # nothing was left to do but the checkpoint that a kill has prevented
         return checkpointer.leave
 
+    def _let_go_of_events(self) -> None:
+        for name in ("on_save", "on_substep_end"):
+            vars(self._trainer.callback_handler).pop(name, None)
+
     def _tidy(self) -> None:
         self.progress.trainer = None
-        vars(self._trainer.callback_handler).pop("on_save", None)
+        self._let_go_of_events()
         if self._private is not None:
             scratch.remove(self._private)
 

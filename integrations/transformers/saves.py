@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -15,6 +16,7 @@ from transformers import TrainerCallback
 from easyckpt.errors import SaveError
 from easyckpt.format.trainer_names import TrainerNaming
 from easyckpt.framework import FrameworkCheckpointer
+from easyckpt.integrations.transformers import scratch, stock
 from easyckpt.saving.promises import known_to_all
 
 _log = logging.getLogger("easyckpt")
@@ -43,7 +45,9 @@ class Saves:
 
     def path(self, step: int) -> str:
         """The checkpoint's directory, as the Trainer knows it; an audit has its runs' checkpoints elsewhere."""
-        return os.path.join(self._given, TrainerNaming().committed(step))
+        given = self._given
+        stays = os.path.abspath(given) == self._output_dir  # else it is relative, and the program has gone elsewhere
+        return os.path.join(given if stays else self._output_dir, TrainerNaming().committed(step))
 
     def step_of(self, path: str | None) -> int | None:
         """The step of the checkpoint at `path`; None for what is none of this directory's."""
@@ -61,6 +65,13 @@ class Saves:
     def found(self, steps: Iterable[int]) -> None:
         """The training goes on from one that has made the checkpoints of `steps`."""
         self._made.update(steps)
+
+    def make_way(self, step: int) -> None:
+        """Remove the checkpoint's directory where the Trainer's just-in-time saving has made it, with a mark in it."""
+        path = self.path(step)
+        with contextlib.suppress(OSError):
+            if self._trainer.args.should_save and set(os.listdir(path)) <= {stock.UNFINISHED}:
+                scratch.remove(path)
 
     def add(self, step: int, future: Future[int]) -> None:
         """A checkpoint is on its way."""

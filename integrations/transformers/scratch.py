@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -32,6 +33,12 @@ def read_all(directory: str, names: Iterable[str] | None = None) -> dict[str, by
         with open(os.path.join(directory, name), "rb") as file:
             found[name] = file.read()
     return found
+
+
+def remove_empty(directory: str) -> None:
+    """Remove it if there is nothing in it."""
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
 
 
 def remove(directory: str) -> None:

@@ -21,7 +21,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from typing_extensions import Buffer
 
 from easyckpt.errors import DamagedCheckpoint, EasyckptError, ForeignFormat
 from easyckpt.format.safetensors import header_size, parse_header
+from easyckpt.integrations.transformers.names import rng_file
 from easyckpt.storage.base import FileReader
 from easyckpt.storage.local import LocalStorage
 
@@ -49,19 +50,44 @@ _ZIP = b"PK\3\4"
 _PIECE = 1 << 20
 
 
-def problem(directory: str, *, world_size: int = 1, busy: Callable[[], None] = lambda: None) -> str | None:
+def problem(
+    directory: str,
+    *,
+    world_size: int = 1,
+    ranks: Sequence[int] | None = None,
+    busy: Callable[[], None] = lambda: None,
+) -> str | None:
     """Why a job of `world_size` processes cannot go on exactly from the Trainer's checkpoint; None where it can.
 
-    Reads every torch archive once, and runs nothing in it; `busy` is called as that gets on. Layouts of FSDP and
-    DeepSpeed are not known here: they are said to hold no weights.
+    `ranks` are those that go on from this one; None: all. Reads every torch archive once, and runs nothing in it;
+    `busy` is called as that gets on. Layouts of FSDP and DeepSpeed are not known here: they are said to have no
+    weights.
     """
-    try:
-        found = _Directory(directory, busy)
-        for name in [STATE, *found.weights(), *found.training(world_size), *found.optional()]:
+
+    def look(found: _Directory) -> None:
+        for name in [STATE, *found.weights(), *found.training(world_size, ranks), *found.optional()]:
             found.require_whole(name)
             if name.endswith((".bin", ".pt", ".pth")) and name != NEVER_READ:
                 load_pickle(found.path(name), mapped=True)  # the archive is whole: what else may keep torch from it?
         found.require_step()
+
+    return _problem(directory, look, busy)
+
+
+def lacks(directory: str, *, world_size: int, ranks: Sequence[int] | None = None) -> str | None:
+    """As `problem`, of what is not there at all; the files themselves are not read."""
+
+    def look(found: _Directory) -> None:
+        found.weights()
+        found.training(world_size, ranks)
+        found.require_step()
+
+    return _problem(directory, look, lambda: None)
+
+
+def _problem(directory: str, look: Callable[[_Directory], None], busy: Callable[[], None]) -> str | None:
+    try:
+        look(_Directory(directory, busy))
     except EasyckptError as error:
         return str(error)
     except OSError as error:
@@ -139,17 +165,17 @@ class _Directory:
             self._require(name, f"{index} says that it holds weights")
         return sorted(set(places.values()))
 
-    def training(self, world_size: int) -> list[str]:
+    def training(self, world_size: int, ranks: Sequence[int] | None) -> list[str]:
         """The files of optimizer, scheduler and generators; without them the Trainer trains on, but not the same."""
         advice = "(save_only_model checkpoints are for inference)"
         for name, fresh in (("optimizer.pt", "a fresh optimizer"), ("scheduler.pt", "a fresh scheduler and optimizer")):
             self._require(name, f"training would silently go on with {fresh} {advice}")
         written = sorted(filter(_GENERATORS.fullmatch, self._names))
-        ranks = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
-        for name in ranks:
+        generators = [rng_file(rank, world_size) for rank in (range(world_size) if ranks is None else ranks)]
+        for name in generators:
             there = f"; there are {', '.join(written[:8])}, for another number of processes?" if written else ""
             self._require(name, f"training would silently go on with fresh generators {advice}{there}")
-        return ["optimizer.pt", "scheduler.pt", *ranks]
+        return ["optimizer.pt", "scheduler.pt", *generators]
 
     def optional(self) -> list[str]:
         """What else of the Trainer's own is there."""

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import math
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,36 +18,10 @@ from typing import Any
 import accelerate
 import safetensors.torch
 import torch
-import transformers
-from packaging.version import Version
 from transformers import PreTrainedModel, Trainer
-from transformers import trainer as trainer_module
-
-from easyckpt.errors import ConfigError
-
-OLDEST, TESTED = Version("4.46"), (Version("4.57.6"), Version("5.24.0"))
-OLDEST_ACCELERATE = Version("1.0")
-HERE = Version(transformers.__version__)
 
 #: (path, tensors by key, metadata) of each file of tensors that was to be written.
 Captured = list[tuple[str, Mapping[str, torch.Tensor], Mapping[str, str] | None]]
-
-
-def check() -> None:
-    """Raise ConfigError where the versions that are installed cannot be wrapped."""
-    if HERE.release < OLDEST.release:
-        raise ConfigError(
-            f"transformers {HERE} is installed; easyckpt wraps the Trainer of {OLDEST} and newer: upgrade transformers"
-        )
-    if Version(accelerate.__version__).release < OLDEST_ACCELERATE.release:
-        raise ConfigError(
-            f"accelerate {accelerate.__version__} is installed; easyckpt needs {OLDEST_ACCELERATE} or newer: upgrade it"
-        )
-    if HERE.major > max(TESTED).major:
-        raise ConfigError(
-            f"transformers {HERE} is installed; this version of easyckpt knows those up to {max(TESTED).major}.x: "
-            "upgrade easyckpt"
-        )
 
 
 class _Capturing(threading.local):
@@ -126,37 +99,26 @@ def _names_of(functions: tuple[Callable[..., Any], ...]) -> list[tuple[dict[str,
     return _names_among(len(sys.modules), functions)
 
 
+#: accelerate's function (1.0 on), before anything is put in its place.
+_SKIPPING = (accelerate.skip_first_batches,)
+
+
 def leave_skipping(to: Callable[[Any, int], bool]) -> None:
     """Have the Trainer leave the batches that a resumed epoch skips to loaders for which `to` says that it is done.
 
-    ``trainer.skip_first_batches`` is accelerate's function under a name of the module (4.46 to 5.24).
+    ``skip_first_batches`` has a name in the Trainer's module (4.46 to 5.24), and in those of programs that have a loop
+    of their own, which are loaded at any time.
     """
-    original = trainer_module.skip_first_batches
-    if getattr(original, "_easyckpt", False):
-        return
+    (original,) = _SKIPPING
 
     def skip(loader: Any, num_batches: int = 0) -> Any:
         if to(loader, num_batches):
             return loader
         return original(loader, num_batches)
 
-    skip._easyckpt = True  # type: ignore[attr-defined]
-    trainer_module.skip_first_batches = skip
-
-
-def drop_signal_callback(trainer: Any) -> bool:
-    """Take out the callback that ``enable_jit_checkpoint`` (from 5.0) has put in, and its handler; whether it is there.
-
-    It makes the checkpoint's directory itself, and would leave it empty: the checkpoint is made under another name.
-    """
-    callbacks = trainer.callback_handler.callbacks
-    found = [callback for callback in callbacks if type(callback).__name__ == "JITCheckpointCallback"]
-    for callback in found:
-        callbacks.remove(callback)
-        manager = callback.jit_manager
-        if manager is not None and signal.getsignal(signal.SIGTERM) == manager._sigterm_handler:
-            signal.signal(signal.SIGTERM, manager._original_sigterm_handler)
-    return bool(found)
+    for inside, name in _names_of(_SKIPPING):
+        if inside.get(name) is original:
+            inside[name] = skip
 
 
 def is_stock(kind: type, method: str, ours: tuple[type, ...]) -> bool:
@@ -212,9 +174,11 @@ def loss_in_all(trainer: Any) -> float:
 
 
 def saves_as_ever(trainer: Any, ours: tuple[type, ...]) -> bool:
-    """Whether transformers alone saves the model, so that its files depend on nothing of the program's."""
+    """Whether transformers, or peft, alone saves the model, so that its files depend on nothing of the program's."""
     stock = all(is_stock(type(trainer), method, ours) for method in ("save_model", "_save"))
-    return stock and getattr(type(trainer.model), "save_pretrained", None) is PreTrainedModel.save_pretrained
+    saving = getattr(type(trainer.model), "save_pretrained", None)
+    known = saving is PreTrainedModel.save_pretrained or getattr(saving, "__module__", "").startswith("peft.")
+    return stock and known
 
 
 @contextlib.contextmanager

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from transformers import Trainer
 
 from easyckpt.errors import ConfigError
-from easyckpt.integrations.transformers import foreign, synchronous, versions
+from easyckpt.integrations.transformers import foreign, overridden, supported, synchronous, versions
 from easyckpt.integrations.transformers.hearing import listen, track
 from easyckpt.integrations.transformers.options import Options
 from easyckpt.integrations.transformers.run import TrainingRun
 from easyckpt.integrations.transformers.synchronous import SynchronousRun
+from easyckpt.integrations.transformers.unsaved import Buffers
 
 T = TypeVar("T", bound=Trainer)
-_log = logging.getLogger("easyckpt")
 
 
 @dataclass(slots=True)
@@ -28,6 +27,16 @@ class Wrapping:
     options: Options
     run: TrainingRun | None = None
     synchronous: SynchronousRun | None = None
+    buffers: Buffers | None = None
+    reached: set[str] = field(default_factory=set)
+    """Methods of the Trainer's own that were come to, past what a subclass has in their place."""
+    said: set[str] = field(default_factory=set)
+
+    def warn_once(self, what: str, say: Callable[[], None]) -> None:
+        """Once for each trainer."""
+        if what not in self.said:
+            self.said.add(what)
+            say()
 
 
 class Outside:
@@ -47,40 +56,75 @@ class Outside:
                 finally:
                     self._easyckpt.synchronous = None
         listen(self)
-        if versions.drop_signal_callback(self):
-            _log.warning("enable_jit_checkpoint: left to easyckpt, which saves at SIGTERM by itself (signals)")
-        _warn_of_own_loading(self)
+        overridden.warn(self, (Outside, Inside, type(self)))
+        overridden.warn_of_hidden(self)
+        self._easyckpt.reached.clear()
         with TrainingRun(self, self._easyckpt.options, resume_from_checkpoint) as run:
             self._easyckpt.run = run
+            if run.restores:
+                overridden.warn_of_own_training(self, (Outside, Inside, type(self)))
             try:
-                return super().train(run.path, *args, **kwargs)  # type: ignore[misc]
+                result = super().train(run.path, *args, **kwargs)  # type: ignore[misc]
+                run.check_told()
+                return result
             finally:
                 self._easyckpt.run = None
 
     def get_train_dataloader(self) -> Any:
-        """As the Trainer's; its passes are reported."""
-        loader = super().get_train_dataloader()  # type: ignore[misc]
-        return loader if self._easyckpt.run is None else track(loader, self._easyckpt.run.data)
+        """As the Trainer's; the passes over that of the training loop are reported."""
+        loader, run = super().get_train_dataloader(), self._easyckpt.run  # type: ignore[misc]
+        return loader if run is None or run.started else track(loader, run.data)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        return loss if self._easyckpt.run is None else self._easyckpt.run.carried.added_to(loss)
+        return loss if self._easyckpt.run is None else self._easyckpt.run.trained(loss)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        run = self._easyckpt.run
-        save = functools.partial(super()._save_checkpoint, *args, **kwargs)  # type: ignore[misc]
-        if run is None:
-            save()
+        wrapping, run, name = self._easyckpt, self._easyckpt.run, "_save_checkpoint"
+        wrapping.reached.discard(name)
+        write = functools.partial(super()._save_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        if run is not None:
+            run.make_way()
+        if wrapping.synchronous is not None:  # with all that the program itself adds
+            trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
+            wrapping.synchronous.save(write, trial)
+        elif run is None:
+            write()
         else:
-            run.save_asked(
-                save, own=not versions.is_stock(type(self), "_save_checkpoint", (Outside, Inside, type(self)))
-            )
+            run.save_asked(write, own=not versions.is_stock(type(self), name, (Outside, Inside, type(self))))
+        if name not in wrapping.reached and (run is not None or wrapping.synchronous is not None):
+            wrapping.warn_once(name, lambda: overridden.warn_of_own_saving(self))
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._easyckpt.reached.add("train")
         if self._easyckpt.run is not None:
             self._easyckpt.run.begin_loop()
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        run = self._easyckpt.run
+        if skip_scheduler and run is not None and run.restores:
+            return None  # for eval_on_start alone, which was done when the training did start
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        if self._easyckpt.run is not None:
+            self._easyckpt.run.drain()
+        super()._load_best_model()  # type: ignore[misc]
+
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()  # type: ignore[misc]
+        run, state = self._easyckpt.run, self.state  # type: ignore[attr-defined]
+        if (
+            run is not None and run.restores and run.same_batches(state.train_batch_size)
+        ):  # the loops up to 5.0 divide the step inline; see versions.ResumedAt
+            epoch, updates = run.data.next_update()
+            state.global_step = versions.ResumedAt(state.global_step)
+            state.global_step.epoch = epoch
+            state.global_step.updates = updates
+            args = self.args  # type: ignore[attr-defined]
+            state.global_step.asked = (args.max_steps, args.num_train_epochs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run = self._easyckpt.run
@@ -117,47 +161,20 @@ class Inside(Trainer):  # type: ignore[misc]
     _easyckpt: Wrapping
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        run, stock = self._easyckpt.run, self._easyckpt.synchronous
+        self._easyckpt.reached.add("_save_checkpoint")
+        run = self._easyckpt.run
         if run is not None:
             run.request_save(kwargs.get("metrics", args[0] if args else None))
-        elif stock is not None:
-            write = super()._save_checkpoint
-            stock.save(lambda: write(model, trial, *args, **kwargs), trial)
         else:
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
-    def _load_best_model(self) -> None:
-        if self._easyckpt.run is not None:
-            self._easyckpt.run.drain()
-        super()._load_best_model()
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._easyckpt.reached.add("_inner_training_loop")
+        return super()._inner_training_loop(*args, **kwargs)
 
-    def _load_callback_state(self) -> None:
-        super()._load_callback_state()
-        run = self._easyckpt.run
-        if (
-            run is not None and run.restores and run.same_batches(self.state.train_batch_size)
-        ):  # the loops up to 5.0 divide the step inline; see versions.ResumedAt
-            epoch, updates = run.data.next_update()
-            self.state.global_step = versions.ResumedAt(self.state.global_step)
-            self.state.global_step.epoch = epoch
-            self.state.global_step.updates = updates
-            self.state.global_step.asked = (self.args.max_steps, self.args.num_train_epochs)
-
-
-#: What the Trainer restores a checkpoint by. All of it is put back at once, so a class of the user's is not asked.
-_LOADING = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
-
-
-def _warn_of_own_loading(trainer: Any) -> None:
-    ours = (Outside, Inside, type(trainer))
-    own = [method for method in _LOADING if not versions.is_stock(type(trainer), method, ours)]
-    if own:
-        _log.warning(
-            "%s overrides %s, which is not called when easyckpt restores: what it loads beside the Trainer's own state "
-            "has to be loaded in a callback's on_train_begin",
-            type(trainer).__name__,
-            ", ".join(own),
-        )
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:  # from 5.8 on
+        self._easyckpt.reached.add("_run_epoch")
+        return super()._run_epoch(*args, **kwargs)
 
 
 def TrainerWrapper(trainer: T, **options: Any) -> T:  # noqa: N802 - it is used like a class
@@ -174,7 +191,7 @@ def TrainerWrapper(trainer: T, **options: Any) -> T:  # noqa: N802 - it is used 
 
     Raises ConfigError for what cannot be wrapped, and for a wrong option.
     """
-    versions.check()
+    supported.check()
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"TrainerWrapper takes a transformers.Trainer, not a {type(trainer).__name__}")
     if isinstance(trainer, Inside):
@@ -184,6 +201,7 @@ def TrainerWrapper(trainer: T, **options: Any) -> T:  # noqa: N802 - it is used 
     made = type(kind.__name__, (Outside, Inside) if kind is Trainer else (Outside, kind, Inside), {})
     made.__module__, made.__qualname__, made.__doc__ = kind.__module__, kind.__qualname__, kind.__doc__
     trainer.__class__ = made
-    trainer._easyckpt = Wrapping(checked)
+    trainer._easyckpt = Wrapping(checked, buffers=Buffers(trainer.model) if trainer.model is not None else None)
     listen(trainer)
+    overridden.warn_of_hidden(trainer)
     return trainer

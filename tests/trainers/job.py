@@ -29,7 +29,7 @@ from tests.trainers.data import Sequences
 from tests.trainers.scenarios import BATCH, LONG, SAVE, STEPS, TABLE, Scenario, Setup
 
 #: Of a run, not of the training: these differ between any two.
-OF_THE_CLOCK = ("_runtime", "_per_second")
+OF_THE_CLOCK = ("_runtime", "_per_second", "step_time")
 #: The mean over the steps of this call of train(), by definition.
 OF_THIS_CALL = ("train_loss",)
 
@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--moment", help="where in that step; the scenario's own by default")
     parser.add_argument("--armed", default="", metavar="FAILPOINTS", help="as EASYCKPT_FAILPOINTS takes them")
     parser.add_argument("--until", type=int, help="end when this step has ended")
-    parser.add_argument("--how", choices=["kill", "stop"], default="kill")
+    parser.add_argument("--how", choices=["kill", "stop", "signal"], default="kill")
     parser.add_argument("--committed", type=int, help="be killed only when this step is in storage")
     return parser.parse_args()
 
@@ -62,7 +62,11 @@ def main() -> None:
     notes = Notes(trainer.model)
     trainer.add_callback(notes)
     if given.until is not None:
-        trainer.add_callback(End(given, scenario, path))
+        end = End(given, scenario, path)
+        end.managers = [each.jit_manager for each in trainer.callback_handler.callbacks if hasattr(each, "jit_manager")]
+        for manager in end.managers:
+            manager.kill_wait = 0
+        trainer.add_callback(end)
     if given.mode == "wrapped":
         from easyckpt import failpoints
         from easyckpt.integrations.transformers import TrainerWrapper
@@ -80,12 +84,14 @@ def main() -> None:
 
 def trainer_of(scenario: Scenario, out: str) -> Trainer:
     setup = scenario.build()
-    more = {"data_collator": default_data_collator} | setup.more
+    more = setup.more if setup.trainer else {"data_collator": default_data_collator} | setup.more
     if setup.model is None and "model_init" not in more:
         setup.model = models.gpt2()
     train = Sequences(LONG) if setup.train is None else setup.train
-    asked = TrainingArguments(output_dir=out, **training_arguments(setup))
-    return Trainer(model=setup.model, args=asked, train_dataset=train, eval_dataset=setup.evaluation, **more)
+    asked = (setup.asked or TrainingArguments)(output_dir=out, **training_arguments(setup))
+    return (setup.trainer or Trainer)(
+        model=setup.model, args=asked, train_dataset=train, eval_dataset=setup.evaluation, **more
+    )
 
 
 def training_arguments(setup: Setup) -> dict[str, Any]:
@@ -115,16 +121,24 @@ def training_arguments(setup: Setup) -> dict[str, Any]:
 
 
 class End(TrainerCallback):
-    """Ends the training after a step, by SIGKILL or in order."""
+    """Ends the training after a step: by SIGKILL, in order, or by SIGTERM, upon which it is to end in order."""
 
     def __init__(self, given: argparse.Namespace, scenario: Scenario, path: Path) -> None:
         self.given, self.path = given, path
-        if given.how == "kill":
-            setattr(self, given.moment or scenario.moment, self.die)
+        self.signalled, self.managers = False, []
+        if given.how != "stop":
+            setattr(self, given.moment or scenario.moment, self.die if given.how == "kill" else self.signal)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.given.how == "stop" and state.global_step == self.given.until:
             control.should_training_stop = True
+
+    def signal(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.given.until and not self.signalled:
+            self.signalled = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            for manager in self.managers:  # the Trainer's own: it asks for a checkpoint on a thread, after a wait
+                until(lambda manager=manager: manager.is_checkpoint_requested)
 
     def die(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step != self.given.until:

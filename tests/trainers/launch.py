@@ -6,6 +6,7 @@ where it says so, a new interpreter, under torchrun where it has ranks.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -30,6 +31,13 @@ def python_of(version: str) -> Path:
     return python
 
 
+@functools.cache
+def has(version: str, package: str) -> bool:
+    """Whether the environment of that version has `package`."""
+    ask = f"import importlib.util as i; raise SystemExit(i.find_spec({package!r}) is None)"
+    return subprocess.run([python_of(version), "-c", ask], check=False).returncode == 0
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a job has ended: the exit code of each process, and what they said."""
@@ -49,8 +57,12 @@ def run(
 ) -> Ended:
     """Run `job` with `arguments` to its end; what it says goes to files that begin with `beside`."""
     words = [str(argument) for argument in arguments]
-    environment = {**os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)}
-    return (in_new_interpreters if fresh else in_forks)(version, job, words, environment, ranks, beside)
+    return (in_new_interpreters if fresh else in_forks)(version, job, words, surroundings(), ranks, beside)
+
+
+def surroundings() -> dict[str, str]:
+    """The environment of a job."""
+    return {**os.environ, **quiet(), "PYTHONPATH": str(REPOSITORY)}
 
 
 def quiet() -> dict[str, str]:
@@ -65,6 +77,15 @@ def quiet() -> dict[str, str]:
 
 
 def in_forks(version: str, job: str, words: list[str], environment: dict[str, str], ranks: int, beside: Path) -> Ended:
+    children = started(version, job, words, environment, ranks, beside)
+    texts = [child.communicate()[1] for child in children]
+    return Ended([int(child.returncode or 0) for child in children], "\n".join(texts))
+
+
+def started(
+    version: str, job: str, words: list[str], environment: dict[str, str], ranks: int, beside: Path
+) -> list[Child]:
+    """The ranks of a job, in one process group: that of the first."""
     if version not in _zygotes:
         _zygotes[version] = Zygote(python_of(version), ["tests.trainers.warm"])
     zygote = _zygotes[version]
@@ -82,8 +103,7 @@ def in_forks(version: str, job: str, words: list[str], environment: dict[str, st
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
         stderr = Path(f"{beside}.stderr.{rank}")
         children.append(zygote.fork(words, environment | own, stderr, children[0].pid if children else 0, program))
-    texts = [child.communicate()[1] for child in children]
-    return Ended([int(child.returncode or 0) for child in children], "\n".join(texts))
+    return children
 
 
 def in_new_interpreters(

@@ -71,6 +71,13 @@ class Trial:
         self.finished(out, "stopped", "--mode", self.mode, "--until", self.scenario.until, "--how", "stop")
         return out
 
+    def signalled(self, moment: str, options: dict[str, Any]) -> Path:
+        """Send a training SIGTERM, upon which it saves and ends in order, and return its output directory."""
+        out, words = self.directory / "run", ["--moment", moment, "--options", json.dumps(options)]
+        words += ["--until", str(self.scenario.until), "--how", "signal"]
+        self.finished(out, "signalled", "--mode", self.mode, *words)
+        return out
+
     def resumed(self, out: Path, name: str) -> list[Record]:
         return self.finished(out, name, "--mode", self.mode, "--resume")
 

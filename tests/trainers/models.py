@@ -11,6 +11,9 @@ from tests.trainers.data import IGNORED, LENGTH, TOKENS
 
 WIDTH = 32
 SEED = 11
+_LLAMA = {"vocab_size": TOKENS, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
+_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1}
+_LLAMA |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def gpt2(**settings: Any) -> nn.Module:
@@ -21,13 +24,27 @@ def gpt2(**settings: Any) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0, **settings))
 
 
-def llama() -> nn.Module:
+def llama(**settings: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(SEED)
-    shape = {"vocab_size": TOKENS, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1}
-    return LlamaForCausalLM(LlamaConfig(**shape, **heads, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+    return LlamaForCausalLM(LlamaConfig(**_LLAMA | settings))
+
+
+def classifier(**settings: Any) -> nn.Module:
+    """A llama that gives each sequence one number."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(SEED)
+    return LlamaForSequenceClassification(LlamaConfig(**_LLAMA | settings, num_labels=1))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(SEED)
+    shape = {"vocab_size": TOKENS, "d_model": WIDTH, "d_kv": 16, "d_ff": WIDTH, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1))
 
 
 def lora() -> nn.Module:

@@ -61,6 +61,8 @@ def main() -> None:
     parser.add_argument("--moment", choices=["step", "write"], default="step")
     parser.add_argument("--nodes", action="store_true", help="each rank is a node of its own")
     parser.add_argument("--waits", type=Path, help="for this file to be there, in the third step")
+    parser.add_argument("--begun", type=Path, help="is made when training begins")
+    parser.add_argument("--moves", type=Path, help="starts in this directory, and leaves it after the third step")
     parser.add_argument("--stock", action="store_true")
     given = parser.parse_args()
     logging.basicConfig(level="INFO")
@@ -68,10 +70,14 @@ def main() -> None:
 
     if given.nodes:
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    if given.moves is not None:
+        os.chdir(given.moves)
     given.out = given.out.replace("RANK", os.environ.get("RANK", "0"))
     trainer = make(given.kind, given.out, given.arguments)
     if given.until is not None:
         trainer.add_callback(Die(trainer, given.until, given.moment))
+    if given.moves is not None:
+        trainer.add_callback(Move())
     if given.waits is not None:
         trainer.add_callback(Wait(given.waits))
     if not given.stock:
@@ -79,7 +85,7 @@ def main() -> None:
 
         failpoints.arm(given.armed)
         trainer = TrainerWrapper(trainer)
-    notes = Notes()
+    notes = Notes(given.begun)
     trainer.add_callback(notes)
     trainer.train(resume_from_checkpoint=given.resume)
     assert ("fsdp" in given.kind) == trainer.is_fsdp_enabled
@@ -114,8 +120,13 @@ def shard_on_a_cpu() -> None:
 class Notes(TrainerCallback):
     began = -1
 
+    def __init__(self, begun: Path | None) -> None:
+        self.begun = begun
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.began = state.global_step
+        if self.begun is not None:
+            self.begun.touch()
 
 
 class Die(TrainerCallback):
@@ -135,6 +146,12 @@ class Die(TrainerCallback):
         if dist.is_initialized():
             dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Move(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            os.chdir("/")
 
 
 class Wait(TrainerCallback):

@@ -31,6 +31,10 @@ class Setup:
     evaluation: Dataset[Any] | None = None
     more: dict[str, Any] = field(default_factory=dict)
     """Other arguments of the Trainer."""
+    trainer: Callable[..., Any] | None = None
+    """The class, where it is another; it gets no data collator then but one of `more`."""
+    asked: Callable[..., Any] | None = None
+    """The class of its arguments, where it is another."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Scenario:
     """The callback in which it is killed."""
     unlike_stock: str
     """Why wrapped training differs from stock training, where it has to."""
+    needs: str = ""
+    """A package that only some environments have."""
 
     @property
     def proves(self) -> str:
@@ -61,12 +67,13 @@ def scenario(
     ranks: int = 1,
     moment: str = "on_optimizer_step",
     unlike_stock: str = "",
+    needs: str = "",
 ) -> Callable[[Callable[[], Setup]], Scenario]:
     """Makes a scenario of a function. Of the steps before `until` each fifth is saved, unless `saved` says another."""
 
     def of(build: Callable[[], Setup]) -> Scenario:
         newest = until // SAVE * SAVE if saved == -1 else saved
-        return Scenario(build.__name__, build, until, newest, steps, ranks, moment, unlike_stock)
+        return Scenario(build.__name__, build, until, newest, steps, ranks, moment, unlike_stock, needs)
 
     return of
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 from pathlib import Path
 
 import pytest
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from easyckpt import failpoints
@@ -215,22 +214,3 @@ def test_what_a_kill_has_prevented_is_made_though_another_has_its_name(out, tmp_
     with pytest.raises(Stopped):
         make(out, save_steps=4, callbacks=[At(7, stop)]).train(resume_from_checkpoint=True)
     assert whole(out, 4)
-
-
-def test_signals_are_left_to_easyckpt(out, caplog):
-    if "enable_jit_checkpoint" not in TrainingArguments.__dataclass_fields__:
-        pytest.skip("this version has no checkpoints of its own for signals")
-    before = signal.getsignal(signal.SIGTERM)
-    trainer = make(
-        out,
-        enable_jit_checkpoint=True,
-        save_steps=100,
-        callbacks=[At(3, lambda _: signal.raise_signal(signal.SIGTERM))],
-    )
-    with caplog.at_level(logging.WARNING, "easyckpt"):
-        trainer.train()
-    assert "enable_jit_checkpoint" in caplog.text
-    assert max(checkpoints(out)) == trainer.state.global_step < STEPS
-    assert all(whole(out, step) for step in checkpoints(out))
-    assert asides(out) == []
-    signal.signal(signal.SIGTERM, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -12,7 +13,10 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 from easyckpt.format.codec import path_text
-from tests.trainers.semantics.trainings import At, checkpoints, make, same
+from easyckpt.integrations.transformers import recipe
+from tests.trainers.models import lora
+from tests.trainers.semantics.of_files import Transposed
+from tests.trainers.semantics.trainings import STEPS, At, checkpoints, make, same
 
 #: What nobody has imported before the model is saved.
 LATE_MODULE = """
@@ -86,3 +90,76 @@ def test_files_that_stay_and_the_log_are_copied_while_training_goes_on(out):
     ends = [name for name in late if name.startswith(("files", "trainer"))]
     assert any(name.endswith("tokenizer.json") for name in ends)
     assert any(name.endswith("log.text") for name in ends)
+
+
+class CannotSave(Trainer):
+    def _save(self, output_dir=None, state_dict=None):
+        raise ValueError("this model is not serializable")
+
+
+def test_a_model_that_cannot_be_saved_is_trained(out, caplog):
+    with caplog.at_level(logging.WARNING, "easyckpt"):
+        trainer = make(out, CannotSave, save_strategy="no")
+        trainer.train()
+    assert trainer.state.global_step == STEPS
+    assert caplog.text.count("CannotSave.save_model() has failed before training began") == 1
+    with pytest.raises(ValueError, match="not serializable"):
+        make(out, CannotSave).train()
+
+
+def test_copies_of_weights_are_in_the_snapshot_of_their_step_alone(out):
+    seen: dict[int, int] = {}
+
+    def look(step):
+        def count(control):
+            leaves = trainer._easyckpt.run._checkpointer._parts.capture.capture().layout.leaves
+            seen[step] = sum(
+                path_text(leaf.path).startswith("files") and ".tensors." in path_text(leaf.path) for leaf in leaves
+            )
+
+        return At(step, count)
+
+    trainer = make(out, model_init=Transposed, save_steps=4, callbacks=[look(step) for step in (1, 5, 6)])
+    trainer.train()
+    assert seen == {1: 0, 5: 0, 6: 0}
+    for step in (4, 8):
+        assert (out / f"checkpoint-{step}" / "model.safetensors").exists()
+
+
+def learnings(monkeypatch) -> list[int]:
+    """The steps at which a recipe is learnt."""
+    steps: list[int] = []
+
+    def counted(trainer, *arguments):
+        steps.append(int(trainer.state.global_step))
+        return learn(trainer, *arguments)
+
+    learn = recipe.learn
+    monkeypatch.setattr(recipe, "learn", counted)
+    return steps
+
+
+def test_small_files_are_made_anew_where_what_they_are_made_of_has_changed(out, monkeypatch):
+    def change(control):
+        trainer.model.generation_config.max_new_tokens = 77
+
+    def change_arguments(control):
+        trainer.args.run_name = "another"
+
+    steps = learnings(monkeypatch)
+    trainer = make(out, callbacks=[At(3, change), At(6, change_arguments)])
+    trainer.train()
+    folders = [out / f"checkpoint-{step}" for step in (2, 4, 6, 8)]
+    found = [json.loads((folder / "generation_config.json").read_text()) for folder in folders]
+    assert [config.get("max_new_tokens") for config in found] == [None, 77, 77, 77]
+    names = [torch.load(folder / "training_args.bin", weights_only=False).run_name for folder in folders]
+    assert [name == "another" for name in names] == [False, False, False, True]
+    assert steps == [0, 4, 8]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's own
+def test_adapters_are_learnt_once(out, monkeypatch):
+    steps = learnings(monkeypatch)
+    make(out, model_init=lora).train()
+    assert steps == [0]
+    assert (out / "checkpoint-8" / "adapter_model.safetensors").exists()
