@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import Future
 
 from easyckpt import catalog, ending
 from easyckpt.distributed.agree import done_by_rank_0
+from easyckpt.distributed.mailbox import Json
 from easyckpt.engine import Checkpointer
 from easyckpt.errors import UsageError
+from easyckpt.format.manifest import Timeline
 from easyckpt.loading.elsewhere import restore_elsewhere
 from easyckpt.loading.loader import Restored
 from easyckpt.saving.line import Origin
@@ -69,6 +72,33 @@ class FrameworkCheckpointer(Checkpointer):
         All ranks call it. None where some rank has none.
         """
         return self._saver.flush_taken(self._check_step(step))
+
+    @guarded
+    def committed_before(self) -> list[int]:
+        """Steps of the whole checkpoints in the past of what was restored. All ranks call it, and get the same."""
+        origin = self._saver.origin
+
+        def look() -> Json:
+            record = catalog.read_root(self._opened.storage)
+            if record is None or origin is None or origin.timeline is None:
+                return []
+            here = Timeline(id="here", parent=origin.timeline, fork_step=origin.step, explicit=False, opened=0.0)
+            line = dataclasses.replace(record, timelines=(*record.timelines, here))
+            found = catalog.scan(self._opened.storage, self._opened.dialect.naming).of_kind("committed")
+            whole = [entry for entry in found if entry.valid and entry.manifest is not None]
+            return [e.step for e in whole if e.manifest and line.is_past(e.manifest.run, e.manifest.timeline, e.step)]
+
+        made = done_by_rank_0(self._channel, self._ranks, "checkpoints made before", look, self._config.peer_timeout)
+        return [int(step) for step in made]
+
+    @guarded
+    def begin_again(self, step: int) -> None:
+        """The next save is of `step` once more, and takes the place of what was saved of it.
+
+        Waits for flushes that are on their way. Until the new checkpoint is committed, the one before stays.
+        """
+        self._check_open()
+        self._saver.begin_again(step)
 
     @guarded
     def load_found(self, found: Restored, *, explicit: bool) -> Restored:

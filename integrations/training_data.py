@@ -117,6 +117,8 @@ class TrainingData:
         place = self.place
         if self.resumed is not None:  # nothing was read since the load
             return {name: getattr(place, name) for name in Place.__slots__}
+        if not self._begun:  # training goes on with the next pass, which is the first
+            return {name: getattr(Place(epoch=-1, finished=True), name) for name in Place.__slots__}
         place.finished = self.at_end or self.cut
         place.consumed = self._fetched if place.finished or not self.reading.group else self._ahead_from
         for part, generator in self._generators.items():

@@ -84,6 +84,17 @@ def written_in(held: Held) -> set[str]:
     return {leaf.path[0] for leaf, mine in zip(held.layout.leaves, held.written, strict=True) if mine}
 
 
+def test_files_of_all_ranks_are_in_the_checkpoint(tmp_path):
+    out = tmp_path / "out"
+    ended = run(VERSIONS[-1], [out], ranks=2, beside=tmp_path / "said", job="tests.trainers.adding")
+    assert ended.codes == [0, 0], ended.said
+    for step in (2, 4):
+        checkpoint = out / f"checkpoint-{step}"
+        assert {path.name for path in checkpoint.glob("*.txt")} == {"own-0.txt", "own-1.txt", "common.txt"}
+        assert set(json.loads((checkpoint / "manifest.json").read_text())["files"]) >= {"own-0.txt", "own-1.txt"}
+    assert list(out.glob("_easyckpt-*")) == []
+
+
 OLD = """
 import sys
 import transformers.trainer_callback

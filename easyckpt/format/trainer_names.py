@@ -13,6 +13,9 @@ from easyckpt.format.layout import MAX_RANK, MAX_STEP, checked, checked_number, 
 #: Where the run's own records are (`layout.RECORDS`), below the directory of checkpoints.
 RECORDS_DIRECTORY = "_easyckpt"
 
+#: Where the program writes what it adds to a checkpoint by itself.
+PROGRAMS_DIRECTORY = "_easyckpt-added"
+
 #: The Trainer's own state, in each checkpoint.
 STATE_FILE = "trainer_state.json"
 

@@ -37,7 +37,7 @@ def begin_line(parts: SaverParts, origin: Origin | None) -> SnapshotIdentity:
     holds = kept is not None and any((meta.timeline, meta.step) == kept for meta in parts.arena.sealed())
     memory = {"holds": holds, "none": parts.arena.count == 0}
     answers = parts.channel.exchange("the first save: what is in memory", memory, timeout)
-    everywhere = all(answer["holds"] for answer in answers)
+    everywhere = all(answer["holds"] for answer in answers) and not (origin is not None and origin.again)
     parts.coordinator.ledger.blocking |= any(answer["none"] for answer in answers)
     parts.coordinator.begin_line(timeline, committed=committed, adopted=kept if everywhere else None)
     return SnapshotIdentity(

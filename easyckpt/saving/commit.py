@@ -68,9 +68,11 @@ def commit(
     failpoints.hit(MANIFEST_WRITTEN)
     storage.sync_dir(temporary)
     failpoints.hit(RENAME_BEFORE)
-    _make_way(context, final, manifest)  # not before: what has the name may be the only whole checkpoint there is
-    context.check_lease()
-    _make_real(storage, temporary, final, flush)
+    # Not before: what has the name may be the only whole checkpoint there is.
+    if not (_is_saved_again(context, final) and _take_its_place(context, temporary, final, flush)):
+        _make_way(context, final, manifest)
+        context.check_lease()
+        _make_real(storage, temporary, final, flush)
     _point_to(context, final)
     return size
 
@@ -139,6 +141,35 @@ def _make_way(context: CommitContext, final: str, manifest: Manifest) -> None:
     logger.warning("%s is damaged (%s) and is moved to trash", final, entry.problem)
     storage.rename(final, context.naming.trash(final, secrets.token_hex(4)))
     storage.sync_dir("")
+
+
+def _is_saved_again(context: CommitContext, final: str) -> bool:
+    """Whether the line has this very step in its past, whole: it is saved once more, and the later save counts."""
+    if not context.storage.exists(final):
+        return False
+    entry, record = catalog.inspect(context.storage, final, context.naming), catalog.read_root(context.storage)
+    found = entry.manifest
+    if entry.problem is not None or found is None or record is None:
+        return False
+    return record.is_past(found.run, found.timeline, found.step)
+
+
+def _take_its_place(context: CommitContext, temporary: str, final: str, flush: Flush) -> bool:
+    """Step 5 where an earlier save of the step has the name: there is one of them at any moment. False: cannot be."""
+    storage = context.storage
+    context.check_lease()
+    if not storage.exchange(temporary, final):
+        return False
+    try:
+        failpoints.hit(RENAME_AFTER)
+        storage.sync_dir("")
+    except (OSError, StorageError) as error:
+        raise _not_durable(storage, final, flush, error) from error
+    try:
+        storage.remove_tree(temporary)  # what is left of it by a crash is a leftover of a dead process, as any
+    except (OSError, StorageError) as error:
+        logger.warning("%s was saved again; removing the earlier one failed: %s", final, error)
+    return True
 
 
 def _set_aside(context: CommitContext, entry: catalog.Entry, manifest: Manifest) -> None:

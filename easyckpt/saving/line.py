@@ -41,6 +41,8 @@ class Origin:
     """None: from nothing."""
     explicit: bool = False
     """The user named the step."""
+    again: bool = False
+    """That step is to be saved once more: what was saved of it stays a candidate until then, and is no answer."""
     outside: bool = False
     """It lies in another root: nothing in this one is its past, nor what it leaves behind."""
 
@@ -129,6 +131,8 @@ def _open_line(
     failpoints.hit(OPENED)
     beside = context.keeps_other_lines and origin.alone
     committed = -1 if beside else _set_aside(context, record, origin.step)
+    if origin.again:
+        committed = min(committed, origin.step - 1)
     context.check_lease()
     metrics.cut(storage, origin.step)
     return record, committed

@@ -41,12 +41,26 @@ class Saver:
         """Of the line of training that is open; None before its first save."""
         return self._identity
 
+    @property
+    def origin(self) -> Origin | None:
+        """What the line goes on from; None before it is known."""
+        return self._origin
+
     def go_on_from(self, origin: Origin, *, adopted: tuple[str, int] | None, committed: int) -> None:
         """The state was restored (or found missing): the next save opens a new line from there."""
         self._origin, self._identity, self._staged = origin, None, -1
         self._parts.metrics.hold_back()
         self._catch_up.forget()
         self._parts.coordinator.begin_line(None, committed=committed, adopted=adopted)
+
+    def begin_again(self, step: int) -> None:
+        """`step`, of which there is a snapshot, is to be saved once more: a line begins on which there is none yet."""
+        self._parts.stager.end_window("wait")
+        for future in self._parts.coordinator.ledger.pending():
+            future.exception()  # in bounded time: the coordinator sees to that
+        before = None if self._origin is None else self._origin.timeline
+        timeline = before if self._identity is None else self._identity.timeline
+        self.go_on_from(Origin(step, timeline, again=True), adopted=None, committed=-1)
 
     def came_to(self, step: int) -> None:
         """The training loop has handed over `step`, whether or not a snapshot of it is to be taken."""

@@ -143,6 +143,13 @@ class Storage(Protocol):
         """Rename, atomically. Not durable before ``sync_dir`` of both parents. A non-empty directory is in the way."""
         ...
 
+    def exchange(self, one: str, other: str) -> bool:
+        """Have two directories change names, atomically: at no moment a name is free. False: that cannot be done here.
+
+        Not durable before ``sync_dir`` of both parents.
+        """
+        ...
+
     def sync_dir(self, path: str) -> None:
         """Make the names in this directory durable."""
         ...

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from easyckpt import failpoints
 from easyckpt.errors import StorageError
 from easyckpt.format import layout
+from easyckpt.storage.exchanging import exchange_names
 from easyckpt.storage.localfile import LocalFileReader, LocalFileWriter, errors_name, open_regular, probe_direct
 from easyckpt.storage.walk import DIRECTORY, RootDirectory, logger
 
@@ -163,6 +164,15 @@ class LocalStorage(RootDirectory):
             failpoints.hit(RENAME_BEFORE)
             self._os.rename(src_name, dst_name, src_dir_fd=src_directory, dst_dir_fd=dst_directory)
             failpoints.hit(RENAME_AFTER)
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Have two directories change names."""
+        with self._at(one) as (directory, name), self._at(other) as (other_directory, other_name):
+            failpoints.hit(RENAME_BEFORE)
+            if not exchange_names(name, directory, other_name, other_directory):
+                return False
+            failpoints.hit(RENAME_AFTER)
+            return True
 
     def remove(self, path: str) -> None:
         """Remove one file."""

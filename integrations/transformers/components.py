@@ -96,7 +96,8 @@ class Files:
         self._seen: Any = None
         """What the files were made of, where that says all of them."""
         self.added: dict[str, bytes] = {}
-        """Files that the program adds to this step's checkpoint by itself."""
+        """Files that the program adds to a step's checkpoint by itself."""
+        self._added_at = -1
         self._said = False
 
     def learn(self, trainer: Any) -> None:
@@ -110,6 +111,12 @@ class Files:
             known = not fresh.copies and versions.saves_as_ever(trainer, ours(trainer))
             self._seen = _look(trainer, live) if known else None  # only now: saving writes into the configuration
         self._learnt_at = int(trainer.state.global_step)
+
+    def added_at(self, step: int) -> dict[str, bytes]:
+        """Where files that are added at `step` belong: with those that were added at that step before."""
+        if step != self._added_at:
+            self.added, self._added_at = {}, step
+        return self.added
 
     def learn_early(self, trainer: Any) -> None:
         """As `learn`, before anything is to be saved: for a checkpoint that nobody asks for. It may fail."""
@@ -127,7 +134,7 @@ class Files:
 
     def let_go(self) -> None:
         """The snapshot is taken: what belongs to its step alone need not be in those that follow."""
-        self.added = {}
+        self.added, self._added_at = {}, -1
         if self._recipe.copies:
             self._recipe.copies = self._value["tensors"] = {}
             self._learnt_at = -1
@@ -149,7 +156,8 @@ class Files:
 
         What holds weights that are in no component is of the step at which it was learnt, and of no other.
         """
-        added = {name: _bytes(content) for name, content in self.added.items()}
+        here = self._learnt_at == self._added_at
+        added = {name: _bytes(content) for name, content in self.added.items()} if here else {}
         return {ASIDE: {**self._value, "added": added, "learnt_at": self._learnt_at}}
 
     def constant(self) -> list[torch.Tensor]:

@@ -57,6 +57,7 @@ class Planner:
     def __call__(self, view: SnapshotBytes, layout: Layout) -> PlannedFiles:
         """The files of this snapshot: see `easyckpt.saving.parts_writer.Plan`."""
         values, rank = _Values(view, layout), view.meta.rank
+        added = _added(values)
         files: list[PlannedFile] = []
         if rank == 0:
             files += _model_files(values, model_only=self._model_only)
@@ -68,7 +69,8 @@ class Planner:
             )
         if rank == 0:
             files.append(_small(STATE_FILE, state_json(values.value(PROGRESS))))
-        return PlannedFiles(files, whole=not self._model_only)
+        own = {file.name for file in added}  # what the program writes itself counts, under whatever name
+        return PlannedFiles([file for file in files if file.name not in own] + added, whole=not self._model_only)
 
 
 class _Values:
@@ -115,15 +117,21 @@ def _in_logical_order(stored: torch.Tensor, order: tuple[int, ...]) -> torch.Ten
     return stored.permute([order.index(dimension) for dimension in range(len(order))])
 
 
+def _added(values: _Values) -> list[PlannedFile]:
+    """What the program has added to this step's checkpoint, as far as this rank carries it."""
+    kept = values.value(FILES)[ASIDE]
+    found = kept["added"] if kept["learnt_at"] == values.view.meta.step else {}
+    return [_small(name, bytes(content.numpy().tobytes())) for name, content in found.items()]
+
+
 def _model_files(values: _Values, *, model_only: bool) -> list[PlannedFile]:
     """Weights by the recipe, and what lies beside them."""
     kept = values.value(FILES)[ASIDE]
-    small = {**kept["small"], **kept["added"]}
+    small = kept["small"]
     numbers = values.numbers()
     recipes = json.loads(bytes(kept["recipe"].tolist()).decode() or "[]")
     step = values.view.meta.step
     if kept["learnt_at"] != step:  # for a signal, or the end of the job: the Trainer has not asked for this one
-        small = kept["small"]
         dated = {recipe["name"] for recipe in recipes if any(tensor[3] == FILES for tensor in recipe["tensors"])}
         dated |= {name for name in small if name.endswith(WEIGHTS) and name != ARGUMENTS_FILE}
         if dated:  # no file at all rather than one with weights of another step

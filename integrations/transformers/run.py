@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,8 +23,9 @@ from easyckpt.distributed.agree import all_good
 from easyckpt.errors import EasyckptError, NoCheckpoint, PeerFailed, UsageError
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
-from easyckpt.integrations.transformers import overridden, scratch, unsaved, versions
+from easyckpt.integrations.transformers import apart, overridden, scratch, unsaved, versions
 from easyckpt.integrations.transformers import progress as trainer_progress
+from easyckpt.integrations.transformers.best import Best
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
 from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
@@ -37,6 +39,12 @@ from easyckpt.integrations.transformers.stops import Stops
 from easyckpt.integrations.transformers.unsaved import OwnState
 from easyckpt.loading.loader import Restored
 from easyckpt.prospect import Prospect
+
+_log = logging.getLogger("easyckpt")
+
+#: When the program asks for a save. At the "end" of a step it is made with the step's snapshot. Where a step has
+#: "begun", its batches are read, and the state of the step before is in its snapshot alone. Else all is "still".
+Moment = Literal["still", "begun", "end"]
 
 
 class TrainingRun:
@@ -54,11 +62,14 @@ class TrainingRun:
         self._prospect: Prospect | None = self._opened()
         self._checkpointer: FrameworkCheckpointer | None = None
         self._private: str | None = None
+        self._apart = False
+        """The program's own ``_save_checkpoint`` is running."""
+        self._moment: Moment = "begun"
         self._in_epoch_end = self._requested = self._rescaled = self._within_step = self._must_be_taken = False
+        self._over = False
         self._requests = 0
         self._own_state: OwnState | None = None
-        self._snapshot_at = self._flushed_at = self._counted_at = -1
-        self._best: list[int] = []
+        self._snapshot_at = self._counted_at = -1
         try:
             self.origin: Origin = find_origin(self._prospect, resume, {PROGRESS: self.progress, DATA: self.data})
             if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
@@ -130,15 +141,20 @@ class TrainingRun:
         self._prospect = None
         handler = trainer.callback_handler
         self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save)
+        self._root = prospect.root
+        if trainer.args.process_index == 0:
+            apart.forget(self._root)
         handler.on_save = _heard_later
+        self.best = self.saves.best = Best(trainer, checkpointer, self.saves)
         self.stops = Stops(handler.on_substep_end, lambda: self._requested)
         handler.on_substep_end = self.stops.on_substep_end
-        self._keep_best()
         self._must_be_taken = self._may_end_with_half_a_step()
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
             checkpointer.begin_at(self.origin.step, outside=self.origin.is_outside(prospect.root))
-            self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
+            self._counted_at = self.origin.step
+            self._snapshot_at = self.origin.step or -1
+            self._moment = "begun" if self.origin.step else "still"
             return
         if self.origin.found is not None:
             checkpointer.load_found(self.origin.found, explicit=self.origin.explicit)
@@ -151,9 +167,7 @@ class TrainingRun:
         if trainer.args.ignore_data_skip or self._rescaled:
             self.data.resumed = None
         self._snapshot_at = self._counted_at = self.origin.step
-        # A snapshot in memory may be of the last whole step of a pass, whose end is still to ask for the checkpoint.
-        in_memory = self.origin.found is not None and self.origin.found.tier == "memory"
-        self._flushed_at = self.origin.step - int(in_memory)
+        self.saves.found(checkpointer.committed_before())
         self._make_what_was_lost()
 
     def _make_what_was_lost(self) -> None:
@@ -182,7 +196,7 @@ class TrainingRun:
         found = self.origin.found
         checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
         self._prospect = self._opened()
-        self._best, self._requested = [], False
+        self._requested, self._moment = False, "begun"
         if found is not None:
             self._look_again(self._prospect, found)
         elif self.origin.elsewhere is not None:
@@ -214,15 +228,23 @@ class TrainingRun:
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
-        self._in_epoch_end = False
+        self._in_epoch_end, self._moment = False, "begun"
         self.data.begin_epoch()
+
+    def come_to_end(self) -> None:
+        """A step was made: what is asked for from here on is done when it has been logged and evaluated."""
+        self._moment = "end"
+
+    def end_training(self) -> None:
+        """No step follows: what is asked for from here on is done at once."""
+        self._moment, self._over = "still", True
 
     def end_epoch(self, *, cut: bool) -> None:
         """The last step of a pass has ended; what belongs to the end of the epoch comes now.
 
         `cut`: a callback has ended the epoch. Where training as a whole ends early, the pass is not over.
         """
-        self._in_epoch_end = True
+        self._in_epoch_end, self._moment = True, "end"
         self.data.cut = cut
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -235,6 +257,8 @@ class TrainingRun:
         """The Trainer wants a checkpoint of this step. `metrics`: up to 4.46, by which it is judged here."""
         trainer = self._trainer
         self._requested = True
+        if self._apart:
+            apart.make_checkpoint(trainer)
         self._requests += 1
         if trainer.hp_search_backend is None:
             trainer.store_flos()
@@ -244,37 +268,46 @@ class TrainingRun:
         best = getattr(state, "best_global_step", None)
         if best and trainer.args.save_strategy != "no" and (best == state.global_step or self.saves.known(best)):
             state.best_model_checkpoint = self.saves.path(best)
-        self._keep_best()
+        self.best.keep()
+
+    def save_asked(self, save: Callable[[], None], *, own: bool) -> None:
+        """``_save_checkpoint`` is called, by whomever, and `save` goes on with it; `own`: it is the program's."""
+        step = int(self._trainer.state.global_step)
+        if own:
+            before, self._apart = self._requests, True
+            added = self.files.added_at(step)
+            with apart.written_apart(self._trainer, self._root, added, lambda: self._requests > before):
+                save()
+            self._apart = False
+        else:
+            save()
+        if self._requested and self._moment != "end":
+            self._save_between(step)
 
     def make_way(self) -> None:
         """The checkpoint's directory may have been made already, with nothing in it."""
         self.saves.make_way(self._trainer.state.global_step)
 
-    @contextlib.contextmanager
-    def files_added(self) -> Iterator[None]:
-        """Within it, the program's own ``_save_checkpoint`` finds the checkpoint's directory, and may write into it."""
-        directory = self.saves.path(self._trainer.state.global_step)
-        mine = self._trainer.args.should_save and not os.path.lexists(directory)
-        before = self._requests
-        if mine:
-            scratch.make_at(directory)
-        try:
-            yield
-        finally:
-            if mine and self._requests > before:
-                self.files.added = scratch.read_all(directory)
-                scratch.remove(directory)
-            elif mine:  # what it has written is a checkpoint of its own
-                scratch.remove_empty(directory)
-
-    def _keep_best(self) -> None:
-        """What the Trainer's state names as the best checkpoint stays, and the one before it until that is there."""
-        step = self.saves.step_of(self._trainer.state.best_model_checkpoint)
-        if step is not None and step not in self._best[-1:]:
-            self._best.append(step)
-            assert self._checkpointer is not None
-            policy = self._checkpointer.policy
-            self._checkpointer.policy = dataclasses.replace(policy, chosen=tuple(self._best))
+    def _save_between(self, step: int) -> None:
+        """A save that is asked for elsewhere than at the end of a step, as of the step that was made last."""
+        assert self._checkpointer is not None
+        if self._moment == "still":
+            self._take(step, half=False)
+            if self._over:
+                self.drain()
+            return
+        if self.files.added_at(step):
+            _log.warning("step %d: files that _save_checkpoint adds after its end are in no checkpoint", step)
+            self.files.added.clear()
+        if self.saves.known(step):
+            self._requested = False
+            return
+        future = self._checkpointer.flush_taken(step)
+        if future is None:
+            _log.warning("there is no snapshot of step %d any more: the step that has begun is saved at its end", step)
+        else:
+            self._requested = False
+            self.saves.add(step, future)
 
     def trained(self, loss: torch.Tensor) -> torch.Tensor:
         """A batch was trained on. Returns what the Trainer is to take for its `loss`."""
@@ -286,6 +319,7 @@ class TrainingRun:
         trainer, checkpointer = self._trainer, self._checkpointer
         if checkpointer is None:
             return
+        self._moment = "end"  # also where no event has said so
         self.progress.loss = loss.detach()
         step = trainer.state.global_step
         if step > self._counted_at:
@@ -298,6 +332,7 @@ class TrainingRun:
         if preempted:
             self.request_save()
         self._take(step, half=half)
+        self._moment = "begun"
         self.saves.deliver(step)
         if preempted:
             trainer.control.should_training_stop = True
@@ -324,11 +359,14 @@ class TrainingRun:
         checkpointer = self._checkpointer
         assert checkpointer is not None
         requested, self._requested = self._requested, False
-        if requested and step > self._flushed_at:
+        if requested:
             taken = checkpointer.flush_taken(step) if half and step == self._snapshot_at else None
+            if taken is None and step <= self._snapshot_at:  # as with the Trainer itself, the later save counts
+                checkpointer.begin_again(step)
+                self.saves.deliver(step, wait=True)
             self.saves.add(step, self._flush(step) if taken is None else taken)
             self.files.let_go()
-            self._flushed_at = self._snapshot_at = step
+            self._snapshot_at = step
             if self._options.on_save == "wait":
                 self.saves.deliver(step, wait=True)
         elif step > self._snapshot_at:
@@ -363,7 +401,7 @@ class TrainingRun:
     def _must_be_made(self, step: int) -> bool:
         """Whether this checkpoint may not be skipped for the sake of speed: nothing will come in its place."""
         trainer = self._trainer
-        best = step in self._best
+        best = step in self.best
         ends = trainer.control.should_training_stop or step >= trainer.state.max_steps
         return best or ends
 

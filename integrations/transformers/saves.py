@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -36,27 +36,35 @@ class Saves:
     def __init__(
         self, trainer: Any, checkpointer: FrameworkCheckpointer, root: str, on_save: Callable[..., Any]
     ) -> None:
+        self.best: Any = None
+        """Hears of a checkpoint that does not come to be."""
         self._trainer, self._checkpointer, self._root, self._on_save = trainer, checkpointer, root, on_save
-        self._output_dir = os.path.abspath(trainer.args.output_dir)
+        self._given, self._output_dir = trainer.args.output_dir, os.path.abspath(trainer.args.output_dir)
+        self._made: set[int] = set()
         self._pending: list[_Pending] = []
 
     def path(self, step: int) -> str:
         """The checkpoint's directory, as the Trainer knows it; an audit has its runs' checkpoints elsewhere."""
-        given = self._trainer.args.output_dir
+        given = self._given
         stays = os.path.abspath(given) == self._output_dir  # else it is relative, and the program has gone elsewhere
         return os.path.join(given if stays else self._output_dir, TrainerNaming().committed(step))
 
     def step_of(self, path: str | None) -> int | None:
         """The step of the checkpoint at `path`; None for what is none of this directory's."""
         folder, name = os.path.split(path or "")
-        ours = folder == self._trainer.args.output_dir or os.path.realpath(folder) == os.path.realpath(self._output_dir)
+        ours = folder == self._given or os.path.realpath(folder) == os.path.realpath(self._output_dir)
         return TrainerNaming().parse_committed(name) if ours else None
 
     def known(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is there, or on its way."""
-        return any(save.step == step for save in self._pending) or os.path.isdir(
-            os.path.join(self._root, TrainerNaming().committed(step))
-        )
+        """Whether this training has the checkpoint of `step`, or it is on its way. All ranks say the same.
+
+        What else has that name (of another training, damaged, made by the program) is none.
+        """
+        return step in self._made or any(save.step == step for save in self._pending)
+
+    def found(self, steps: Iterable[int]) -> None:
+        """The training goes on from one that has made the checkpoints of `steps`."""
+        self._made.update(steps)
 
     def make_way(self, step: int) -> None:
         """Remove the checkpoint's directory where the Trainer's just-in-time saving has made it, with a mark in it."""
@@ -99,6 +107,10 @@ class Saves:
 
     def _tell(self, save: _Pending) -> None:
         error = save.future.exception()
+        if error is not None or save.future.result() != save.step:
+            self.best.forget(save.step)
+        else:
+            self._made.add(save.step)
         if error is not None:
             if not isinstance(error, SaveError):  # those are raised by the engine, as its settings say
                 raise error

@@ -6,16 +6,12 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 
 
 def make(what: str) -> str:
     """A new, private, empty directory."""
     return tempfile.mkdtemp(prefix=f"easyckpt_{what}_")
-
-
-def make_at(directory: str) -> None:
-    """A directory for what the program itself writes."""
-    os.makedirs(directory)
 
 
 def write(directory: str, name: str, content: bytes) -> None:
@@ -25,14 +21,18 @@ def write(directory: str, name: str, content: bytes) -> None:
         file.write(content)
 
 
-def read_all(directory: str) -> dict[str, bytes]:
-    """Every file in it, by its path there."""
+def names_in(directory: str) -> list[str]:
+    """The path there of every file in it."""
+    found = [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
+    return sorted(os.path.relpath(path, directory) for path in found)
+
+
+def read_all(directory: str, names: Iterable[str] | None = None) -> dict[str, bytes]:
+    """Every file in it, or those that are named, by its path there."""
     found = {}
-    for folder, _, names in os.walk(directory):
-        for name in sorted(names):
-            path = os.path.join(folder, name)
-            with open(path, "rb") as file:
-                found[os.path.relpath(path, directory)] = file.read()
+    for name in names_in(directory) if names is None else sorted(names):
+        with open(os.path.join(directory, name), "rb") as file:
+            found[name] = file.read()
     return found
 
 

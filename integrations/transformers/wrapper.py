@@ -89,11 +89,10 @@ class Outside:
         if wrapping.synchronous is not None:  # with all that the program itself adds
             trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
             wrapping.synchronous.save(write, trial)
-        elif run is None or versions.is_stock(type(self), name, (Outside, Inside, type(self))):
+        elif run is None:
             write()
         else:
-            with run.files_added():
-                write()
+            run.save_asked(write, own=not versions.is_stock(type(self), name, (Outside, Inside, type(self))))
         if name not in wrapping.reached and (run is not None or wrapping.synchronous is not None):
             wrapping.warn_once(name, lambda: overridden.warn_of_own_saving(self))
 

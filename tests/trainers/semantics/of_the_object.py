@@ -66,7 +66,7 @@ def test_overridden_methods_are_called(out):
         def _save_checkpoint(self, *args, **kwargs):
             called.append("_save_checkpoint")
             super()._save_checkpoint(*args, **kwargs)
-            beside = out / f"checkpoint-{self.state.global_step}"
+            beside = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             (beside / "more").mkdir()
             (beside / "more" / "own.bin").write_bytes(b"%d" % self.state.global_step)
 
