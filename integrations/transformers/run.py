@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,6 +32,8 @@ from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
 from easyckpt.prospect import Prospect
+
+_log = logging.getLogger("easyckpt")
 
 
 class TrainingRun:
@@ -113,6 +116,11 @@ class TrainingRun:
         if trainer.args.ignore_data_skip or self._rescaled:
             self.data.resumed = None
         self._snapshot_at = self._flushed_at = self._counted_at = self.origin.step
+        if trainer.args.process_index == 0:
+            # A warning, as where nothing was found: of INFO a Trainer's user sees nothing by default.
+            found = self.origin.found
+            source = self.origin.elsewhere or (found and (found.path or found.tier)) or prospect.root
+            _log.warning("resumed from step %d of %s", self.origin.step, source)
         self._make_what_was_lost()
 
     def _make_what_was_lost(self) -> None:
