@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from easyckpt import DamagedCheckpoint
 from tests.trainers.semantics.trainings import At, Stopped, forget_memory, make, same, stop, straight, weights
 
 
@@ -40,3 +41,11 @@ def test_a_linked_checkpoint_is_named_and_can_be_gone_on_from(out, tmp_path, cap
     trainer.train(resume_from_checkpoint=str(target))
     assert same(weights(trainer), straight(tmp_path))
     assert target.is_dir()
+
+
+def test_where_models_alone_were_saved_it_is_said_what_to_set(out):
+    with pytest.raises(Stopped):
+        make(out, save_only_model=True, callbacks=[At(5, stop)]).train()
+    forget_memory()
+    with pytest.raises(DamagedCheckpoint, match="Set save_only_model=False"):
+        make(out).train(resume_from_checkpoint=True)
