@@ -48,7 +48,8 @@ def open_parts(
     manifest = agreed_manifest(storage, directory, attempt, world_size)
     if not manifest.parts:
         raise DamagedCheckpoint(
-            f"{where} holds a model only (save_only_model): training cannot go on from it; it is for inference"
+            f"{where} holds a model only (save_only_model): training cannot go on from it; from_pretrained loads its "
+            "weights for a train() without resume_from_checkpoint. Set save_only_model=False to resume jobs"
         )
     if len(manifest.parts) != manifest.world_size:
         raise DamagedCheckpoint(f"{where}: its manifest does not hold a part for each of {manifest.world_size} ranks")

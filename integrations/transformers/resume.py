@@ -170,6 +170,7 @@ def _newest_foreign(prospect: Prospect, have: int) -> dict[str, Any]:
     storage = prospect.storage
     found, record = catalog.scan(storage, _NAMING), catalog.read_root(storage)
     damaged: list[str] = []
+    _say_links(storage, have)
     for entry in reversed(found.of_kind("foreign")):
         path = os.path.join(storage.root, entry.name)
         if entry.step <= have or not _counts(record, entry, path):
@@ -180,6 +181,18 @@ def _newest_foreign(prospect: Prospect, have: int) -> dict[str, Any]:
         _log.warning("%s cannot be resumed from and is passed over: %s", path, reason)
         damaged.append(f"{entry.name}: {reason}")
     return {"path": None, "step": -1, "damaged": damaged}
+
+
+def _say_links(storage: Any, have: int) -> None:
+    """Rank 0: no link in a root is followed, since what it leads to may be rotated or changed by others."""
+    for name in storage.listdir(""):
+        path, step = os.path.join(storage.root, name), _NAMING.parse_committed(name)
+        if step is not None and step > have and os.path.islink(path):
+            _log.warning(
+                "%s is a symbolic link and is passed over: resume_from_checkpoint=%r goes on from there",
+                path,
+                os.path.realpath(path),
+            )
 
 
 def _counts(record: RootRecord | None, entry: Entry, path: str) -> bool:

@@ -168,6 +168,11 @@ class TrainingRun:
             self.data.resumed = None
         self._snapshot_at = self._counted_at = self.origin.step
         self.saves.found(checkpointer.committed_before())
+        if trainer.args.process_index == 0:
+            # A warning, as where nothing was found: of INFO a Trainer's user sees nothing by default.
+            found = self.origin.found
+            source = self.origin.elsewhere or (found and (found.path or found.tier)) or prospect.root
+            _log.warning("resumed from step %d of %s", self.origin.step, source)
         self._make_what_was_lost()
 
     def _make_what_was_lost(self) -> None:
