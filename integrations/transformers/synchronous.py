@@ -76,7 +76,7 @@ class SynchronousRun:
             self._commits = self._is_the_one_that_commits()
             if reason != SEARCH:  # whose trials may run side by side, each in a directory of its own
                 _all(self._own if self._commits else None, options)
-            self.path = self._newest() if resume is True else resume
+            self.path: Any = self._newest() if resume is True else resume
             has_state = bool(self.path) and os.path.exists(os.path.join(self.path, STATE))
             self._begins_at = step_of(self.path) if has_state else 0  # without one, the Trainer raises
         except BaseException:
@@ -137,12 +137,15 @@ class SynchronousRun:
         if os.path.abspath(output_dir) != self._directory:  # it is relative, and the program has gone elsewhere
             args.output_dir = self._directory
         each_node = versions.weights_on_each_node(self._trainer.model) if args.save_on_each_node else nullcontext()
+        storage = place_of(_NAMING, self._trainer._get_output_dir(trial=trial))
         try:
-            storage = place_of(_NAMING, self._trainer._get_output_dir(trial=trial))
             _all(self._prepare if self._commits else None, storage, step)
-            args.save_total_limit = None
+            args.save_total_limit = None  # older ones go after the commit
             with each_node:
                 write()
+        except Exception:
+            _say_unfinished(storage, step)
+            raise
         finally:
             args.save_total_limit, args.output_dir = limit, output_dir
         _all(None)
@@ -167,6 +170,16 @@ class SynchronousRun:
 
     def __exit__(self, *error: object) -> None:
         self._owning.close()
+
+
+def _say_unfinished(storage: LocalStorage, step: int) -> None:
+    free = storage.free_bytes() if os.path.isdir(storage.root) else 0
+    _log.warning(
+        "checkpoint-%d was not written to its end and counts for nothing; those before it stay (%d bytes are free in %s)",
+        step,
+        free,
+        storage.root,
+    )
 
 
 def _all(work: Callable[..., Any] | None, *given: Any) -> list[Any]:
