@@ -61,6 +61,7 @@ class SynchronousRun:
 
     def __init__(self, trainer: Any, reason: str, options: Options, resume: Any) -> None:
         self._trainer = trainer
+        self.path: Any = None
         args = trainer.args
         self._directory = os.path.abspath(args.output_dir)
         self._is_first = True
@@ -76,7 +77,7 @@ class SynchronousRun:
             self._commits = self._is_the_one_that_commits()
             if reason != SEARCH:  # whose trials may run side by side, each in a directory of its own
                 _all(self._own if self._commits else None, options)
-            self.path: Any = self._newest() if resume is True else resume
+            self.path = self._newest() if resume is True else resume
             has_state = bool(self.path) and os.path.exists(os.path.join(self.path, STATE))
             self._begins_at = step_of(self.path) if has_state else 0  # without one, the Trainer raises
         except BaseException:
@@ -175,7 +176,7 @@ class SynchronousRun:
 def _say_unfinished(storage: LocalStorage, step: int) -> None:
     free = storage.free_bytes() if os.path.isdir(storage.root) else 0
     _log.warning(
-        "checkpoint-%d was not written to its end and counts for nothing; those before it stay (%d bytes are free in %s)",
+        "checkpoint-%d was not written to its end and counts for nothing; those before stay (%d bytes are free in %s)",
         step,
         free,
         storage.root,
