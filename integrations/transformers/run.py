@@ -25,7 +25,7 @@ from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import apart, overridden, scratch, unsaved, versions
 from easyckpt.integrations.transformers import progress as trainer_progress
-from easyckpt.integrations.transformers.best import Best
+from easyckpt.integrations.transformers.best import Best, origin_with_its_best
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
 from easyckpt.integrations.transformers.judged import judged
@@ -74,6 +74,8 @@ class TrainingRun:
         try:
             self._looked_at = judged(trainer, self.progress, self.data)
             self.origin: Origin = find_origin(self._prospect, resume, self._looked_at)
+            if args.load_best_model_at_end and not self.origin.explicit:
+                self.origin = origin_with_its_best(self._prospect, self.origin, self._looked_at, self.progress.restored)
             if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
                 self.data.forget()
                 self.progress.restored = None
@@ -176,6 +178,8 @@ class TrainingRun:
             source = self.origin.elsewhere or (found and (found.path or found.tier)) or prospect.root
             _log.warning("resumed from step %d of %s", self.origin.step, source)
         self._make_what_was_lost()
+        assert self.progress.restored is not None
+        self.best.put_back(self.progress.restored)
 
     def _make_what_was_lost(self) -> None:
         """A checkpoint that was asked for at the step of the snapshot, and that a kill has prevented."""
