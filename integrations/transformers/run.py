@@ -190,7 +190,6 @@ class TrainingRun:
         if found is not None and found.tier == "memory" and asked and not self.saves.known(step):
             assert self._checkpointer is not None
             self.saves.add(step, self._checkpointer.save(step))
-            self._flushed_at = step
 
     def same_batches(self, size: Any) -> bool:
         """Whether batches are of the `size` that they had. If not, the Trainer's own reckoning says where to go on."""

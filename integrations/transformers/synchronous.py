@@ -167,7 +167,8 @@ class SynchronousRun:
     def _commit(self, storage: LocalStorage, step: int) -> None:
         self._check()
         name, args = _NAMING.committed(step), self._trainer.args
-        if not storage.exists(name):  # a program's own saving, which had no wish to save
+        by_the_trainer = "_save_checkpoint" in self._trainer._easyckpt.reached
+        if not by_the_trainer or not storage.exists(name):  # a program's own saving, or one that had no wish to save
             committing.end(storage, step)
             return
         problem = self._lacking(os.path.join(storage.root, name))
