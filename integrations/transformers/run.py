@@ -24,9 +24,11 @@ from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
 from easyckpt.integrations.transformers import apart, overridden, scratch, unsaved
 from easyckpt.integrations.transformers import progress as trainer_progress
+from easyckpt.integrations.transformers.best import origin_with_its_best
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
-from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
+from easyckpt.integrations.transformers.judged import judged
+from easyckpt.integrations.transformers.names import PROGRESS, STATE_FILE
 from easyckpt.integrations.transformers.options import Options
 from easyckpt.integrations.transformers.own import Own
 from easyckpt.integrations.transformers.plan import Planner
@@ -60,7 +62,10 @@ class TrainingRun:
         self._in_epoch_end = self._rescaled = self._within_step = False
         self._counted_at = -1
         try:
-            self.origin: Origin = find_origin(self._prospect, resume, {PROGRESS: self.progress, DATA: self.data})
+            self._looked_at = judged(trainer, self.progress, self.data)
+            self.origin: Origin = find_origin(self._prospect, resume, self._looked_at)
+            if args.load_best_model_at_end and not self.origin.explicit:
+                self.origin = origin_with_its_best(self._prospect, self.origin, self._looked_at, self.progress.restored)
             if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
                 self.data.forget()
                 self.progress.restored = None
@@ -161,6 +166,8 @@ class TrainingRun:
             source = self.origin.elsewhere or (found and (found.path or found.tier)) or prospect.root
             _log.warning("resumed from step %d of %s", self.origin.step, source)
         self._make_what_was_lost()
+        assert self.progress.restored is not None
+        taking.best.put_back(self.progress.restored)
 
     def _make_what_was_lost(self) -> None:
         """A checkpoint that was asked for at the step of the snapshot, and that a kill has prevented."""
@@ -191,7 +198,7 @@ class TrainingRun:
         if found is not None:
             self._look_again(self._prospect, found)
         elif self.origin.elsewhere is not None:
-            self._prospect.look_elsewhere(self.origin.elsewhere, {PROGRESS: self.progress, DATA: self.data})
+            self._prospect.look_elsewhere(self.origin.elsewhere, self._looked_at)
         else:
             self.data.forget()
         if self._private is not None:
@@ -199,11 +206,10 @@ class TrainingRun:
 
     def _look_again(self, prospect: Prospect, found: Restored) -> None:
         """Go on from where the loop before did; where newer steps have taken its place, from the newest of them."""
-        state = {PROGRESS: self.progress, DATA: self.data}
         try:
-            again = prospect.look(state, step=found.step, timeline=found.timeline)
+            again = prospect.look(self._looked_at, step=found.step, timeline=found.timeline)
         except NoCheckpoint:
-            again = prospect.look(state)
+            again = prospect.look(self._looked_at)
         self.origin = dataclasses.replace(self.origin, step=again.step, found=again)
 
     def begin_step(self) -> None:
