@@ -15,7 +15,7 @@ import torch
 from transformers.trainer_callback import ExportableState, TrainerState
 
 from easyckpt.format.difference import ASIDE
-from easyckpt.integrations.transformers import versions
+from easyckpt.integrations.transformers import arguments, versions
 from easyckpt.integrations.transformers.own import Own
 from easyckpt.integrations.transformers.unsaved import Buffers
 
@@ -87,10 +87,11 @@ class Progress:
         fields["stateful_callbacks"] = _callbacks(self.trainer)
         return {
             "state": fields,
-            ASIDE: {  # times, and a path
+            ASIDE: {  # times, a path, and what the program has set
                 "log": self._log.update(history),
                 "best_model_checkpoint": best,
                 "own": self.own.state() if self.own is not None else None,
+                "arguments": arguments.kept(self.trainer.args),
             },
             "buffers": self.buffers.changed() if self.buffers is not None else {},
             "loss": self.loss,

@@ -12,7 +12,7 @@ from typing import Any
 from easyckpt import catalog
 from easyckpt.catalog import Entry
 from easyckpt.distributed.agree import done_by_rank_0
-from easyckpt.errors import ConfigError, DamagedCheckpoint
+from easyckpt.errors import ConfigError, DamagedCheckpoint, WorldSizeChanged
 from easyckpt.format import layout
 from easyckpt.format.manifest import RootRecord
 from easyckpt.format.trainer_names import TrainerNaming
@@ -55,6 +55,17 @@ def find_origin(prospect: Prospect, resume: Any, state: Mapping[str, Any]) -> Or
 
     All ranks call it and get the same. Raises as Checkpointer.load does, ConfigError for a path where nothing is.
     """
+    try:
+        return _origin(prospect, resume, state)
+    except WorldSizeChanged as error:
+        raise WorldSizeChanged(
+            f"{error} Of a Trainer's checkpoint there is more to choose from: start as many processes as before, for "
+            "the same training; or go on without TrainerWrapper, by trainer.train(resume_from_checkpoint=PATH) with "
+            "the path of a checkpoint-<step>, which is not exact; or begin anew from its weights, by from_pretrained."
+        ) from error
+
+
+def _origin(prospect: Prospect, resume: Any, state: Mapping[str, Any]) -> Origin:
     if resume is None or resume is False:
         return Origin()
     if resume is True:

@@ -20,9 +20,10 @@ from easyckpt import ending
 from easyckpt.dialects import of_trainer
 from easyckpt.distributed.agree import all_good
 from easyckpt.errors import EasyckptError, NoCheckpoint, PeerFailed, UsageError
+from easyckpt.format.difference import ASIDE
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
-from easyckpt.integrations.transformers import apart, overridden, scratch, unsaved
+from easyckpt.integrations.transformers import apart, arguments, overridden, scratch, unsaved
 from easyckpt.integrations.transformers import progress as trainer_progress
 from easyckpt.integrations.transformers.best import origin_with_its_best
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
@@ -165,9 +166,16 @@ class TrainingRun:
             found = self.origin.found
             source = self.origin.elsewhere or (found and (found.path or found.tier)) or prospect.root
             _log.warning("resumed from step %d of %s", self.origin.step, source)
+            self._warn_of_arguments()
         self._make_what_was_lost()
         assert self.progress.restored is not None
         taking.best.put_back(self.progress.restored)
+
+    def _warn_of_arguments(self) -> None:
+        """Rank 0; once, also where the loop begins anew with smaller batches."""
+        assert self.progress.restored is not None
+        before, trainer = self.progress.restored[ASIDE].get("arguments"), self._trainer
+        trainer._easyckpt.warn_once("arguments", lambda: arguments.warn_of_changes(before, trainer.args))
 
     def _make_what_was_lost(self) -> None:
         """A checkpoint that was asked for at the step of the snapshot, and that a kill has prevented."""
