@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from easyckpt.state.generators import host_generators, set_host_generators
+from easyckpt.state.generators import host_generators, set_host_generators, try_host_states
 from easyckpt.state.loaders import IndexBatches, is_map_style, open_iterator, own_generators
 
 _END = object()
@@ -47,6 +47,26 @@ class Place:
     own_ahead: dict[str, torch.Tensor] = field(default_factory=dict)
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     """The loader's own generators now."""
+
+
+def require_place(state: Any) -> None:
+    """Raise for what is no value of a place."""
+    counts = [state[name] for name in ("epoch", "consumed", "updates")]
+    if not all(type(count) is int and -1 <= count < 1 << 63 for count in counts) or min(counts[1:]) < 0:
+        raise ValueError("a count is none")
+    if type(state["finished"]) is not bool:
+        raise ValueError("whether the pass is over is not said")
+    for name in ("start", "ahead"):
+        if state[name] or state["consumed"]:  # else nothing was read yet
+            try_host_states(state[name])
+    for name in ("own_start", "own_ahead", "own"):
+        if not isinstance(state[name], dict):
+            raise ValueError("the states of the loader's generators are malformed")
+        for own in state[name].values():
+            if own.numel() == torch.Generator().get_state().numel():
+                torch.Generator().set_state(own)
+            elif own.dtype != torch.uint8 or own.dim() != 1:
+                raise ValueError("the state of a loader's generator is malformed")
 
 
 @dataclass(frozen=True, slots=True)

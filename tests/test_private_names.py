@@ -48,7 +48,7 @@ TABLE: dict[str, set[str]] = {
     "_rotate_checkpoints": {"transformers/overridden.py"},
     "_run_epoch": {"transformers/overridden.py", WRAPPER},
     "_save": {"transformers/versions.py"},
-    "_save_checkpoint": {"transformers/overridden.py", WRAPPER},
+    "_save_checkpoint": {"transformers/overridden.py", "transformers/synchronous.py", WRAPPER},
     "_save_optimizer_and_scheduler": {"transformers/overridden.py"},
     "_save_rng_state": {"transformers/overridden.py"},
     "_save_scaler": {"transformers/overridden.py"},

@@ -30,7 +30,7 @@ from easyckpt.distributed.ranks import Ranks, discover
 from easyckpt.distributed.rendezvous import LocalChannel, StoreClient, connect, settle_locality
 from easyckpt.distributed.store import base_store, store_of
 from easyckpt.errors import PeerError, PeerFailed, PeerTimeout, UsageError
-from easyckpt.storage import lease_chain
+from easyckpt.storage import process
 from tests.support.zygote import fork_program
 
 LIMIT = 120.0
@@ -303,7 +303,7 @@ def test_hosts_that_were_made_alike_are_told_apart_by_their_boot(memory_dir, mon
                 raise PermissionError(path)
             return io.StringIO(f"{boot}\n")
 
-        monkeypatch.setattr(lease_chain, "open", read_boot, raising=False)
+        monkeypatch.setattr(process, "open", read_boot, raising=False)
         nodes.append(opening._node(str(memory_dir)))
     assert nodes[0] == nodes[2]
     assert len({*nodes}) == 3

@@ -24,6 +24,10 @@ DAMAGE = "damage_in_any_file"
 RARE = "of_asking_alone or of_overridden and not (left_alone or known_here or never_called)"
 #: And of directories in which another kind of training has saved.
 TAKEN = "of_taking_over and not (flipped_byte or is_verified)"
+#: And of states that are none.
+NONSENSE = "of_nonsense and not (put_back or alone or utf-8 or log)"
+#: And of best checkpoints that a kill has taken.
+KILLED = "of_what_a_kill_took and not (snapshot and 7)"
 SAMPLE = "layout or hold or best or callbacks or stock or line or twice or newest or added or writer or interrupt"
 #: The modules are not called as tests are: here, without transformers, nobody is to import them.
 NAMED = ("-o", "python_files=of_*.py")
@@ -32,8 +36,8 @@ NAMED = ("-o", "python_files=of_*.py")
 @pytest.mark.parametrize(
     ("version", "chosen"),
     [
-        ("5", f"not {DAMAGE} and not ({RARE}) and not ({TAKEN})"),
-        ("4", f"({SAMPLE}) and not of_taking_over and not of_asking_alone"),
+        ("5", f"not {DAMAGE} and not ({RARE}) and not ({TAKEN}) and not ({NONSENSE}) and not ({KILLED})"),
+        ("4", f"({SAMPLE}) and not (of_taking_over or of_nonsense or of_asking_alone)"),
         ("5", f"{DAMAGE} and flipped"),
     ],
 )

@@ -26,7 +26,7 @@ from easyckpt.loading.resolve import Candidate, candidates, no_such_step
 from easyckpt.loading.snapshot import Snapshot, open_memory
 from easyckpt.memory.arena import Arena
 from easyckpt.memory.slot import Slot, SlotMeta
-from easyckpt.state.apply import apply_all, check_all
+from easyckpt.state.apply import apply_all, check_all, judge_all
 from easyckpt.state.capture import StateCapture
 from easyckpt.state.components import Component
 from easyckpt.storage.base import Storage
@@ -245,6 +245,8 @@ def fit(
     """What keeps `snapshot` from being applied; `left_out` hears what is passed over since `strict` is off."""
     layout, objects = snapshot.layout, snapshot.objects
     problems = check_all(live, layout, layout.trees, objects, strict=strict, components=components)
+    if not problems:
+        judge_all(live, layout, objects, snapshot.leaf, snapshot.step, components=components)
     if not strict and not problems:
         missing = check_all(live, layout, layout.trees, objects, strict=True, components=components)
         if missing:

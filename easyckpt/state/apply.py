@@ -55,6 +55,20 @@ def check_all(
     return problems
 
 
+def judge_all(
+    live: Mapping[str, Component],
+    layout: Layout,
+    objects: Json | bytes,
+    leaf: Leaves,
+    step: int,
+    *,
+    components: Collection[str] | None = None,
+) -> None:
+    """Look into the bytes of what `check_all` found good. Raises DamagedCheckpoint where they cannot be of `step`."""
+    for component, saved in _pairs(live, layout, _trees(layout.trees), _objects(objects), components):
+        component.judge(saved, _fetcher(saved, leaf), step)
+
+
 def apply_all(
     live: Mapping[str, Component],
     layout: Layout,

@@ -112,6 +112,12 @@ class Component(ABC):
     def check(self, saved: Saved, *, strict: bool) -> list[str]:
         """What keeps `saved` from being applied to the live object. Changes nothing."""
 
+    def judge(self, saved: Saved, fetch: Fetch, step: int) -> None:  # noqa: B027 - most have nothing to look for
+        """Raise DamagedCheckpoint where `saved`, which `check` found good, cannot be the state at `step`.
+
+        For those whose bytes say more than their form does. Changes nothing.
+        """
+
     @abstractmethod
     def apply(self, saved: Saved, fetch: Fetch, *, strict: bool) -> None:
         """Put `saved`, which `check` found good, into the live object."""

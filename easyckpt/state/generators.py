@@ -55,6 +55,15 @@ def check_host_states(states: Any) -> None:
             raise ValueError(f"the state of NumPy's generator is malformed: {error}") from error
 
 
+def try_host_states(states: Any) -> None:
+    """As `check_host_states`, of states that were read: generators of no use to anybody take them."""
+    check_host_states(states)
+    python = states["python"]
+    taking = random.Random()  # noqa: S311 - nothing is drawn
+    taking.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    torch.Generator().set_state(states["torch"])
+
+
 def _is_tensor(value: Any, dtype: torch.dtype, length: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == dtype and value.shape == (length,)
 

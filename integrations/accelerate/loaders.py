@@ -32,6 +32,7 @@ class Loader(TrainingData):
 
     def __init__(self, *, rank: int) -> None:
         super().__init__(rank=rank)
+        self._begun = True  # it is made when its first pass begins
         self.length: int | None = None
         """Batches of a pass, where that is certain."""
         self.seed: int | None = None

@@ -76,17 +76,19 @@ def judge(storage: Storage, name: str, demands: Demands) -> tuple[str, str] | No
     elif any(has_manifest(storage, entry) for entry in checkpoints(catalog.scan(storage, _NAMING))):
         return (UNFINISHED, "it has no manifest, and others have one")
     else:
-        _log.warning("%s has no manifest: nothing tells whether it is whole", name)
-        return None
+        problem = stock.state_problem(os.path.join(storage.root, name))
+        if problem is None:
+            _log.warning("%s has no manifest: nothing tells whether it is whole", name)
     return None if problem is None else (DAMAGED, problem)
 
 
 def _committed(storage: Storage, name: str, demands: Demands) -> str | None:
-    problem = committed_problem(storage, name, busy=demands.busy)
+    path = os.path.join(storage.root, name)
+    problem = committed_problem(storage, name, busy=demands.busy) or stock.state_problem(path)
     if problem is not None:
         return problem
     if demands.plain:
-        return stock.lacks(os.path.join(storage.root, name), world_size=demands.world_size, ranks=demands.ranks)
+        return stock.lacks(path, world_size=demands.world_size, ranks=demands.ranks)
     if not any(map(_GENERATORS.fullmatch, catalog.read_manifest(storage, name).files)):
         return "it holds a model only, no state of the training (save_only_model)"
     return None

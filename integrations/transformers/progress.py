@@ -58,7 +58,8 @@ def _history(kept: Mapping[str, Any]) -> list[Any]:
 
 def _number(value: Any) -> Any:
     """Numbers of NumPy and torch as plain ones; what is none, as text: a log must not end a training."""
-    return value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else repr(value)
+    count = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 1)
+    return value.item() if hasattr(value, "item") and count == 1 else repr(value)
 
 
 class Progress:

@@ -11,8 +11,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +23,13 @@ from easyckpt.errors import EasyckptError, NoCheckpoint, PeerFailed, UsageError
 from easyckpt.format.difference import ASIDE
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
-from easyckpt.integrations.transformers import apart, arguments, overridden, scratch, unsaved, versions
+from easyckpt.integrations.transformers import apart, arguments, overridden, scratch, unsaved
 from easyckpt.integrations.transformers import progress as trainer_progress
-from easyckpt.integrations.transformers.best import Best
+from easyckpt.integrations.transformers.best import origin_with_its_best
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
 from easyckpt.integrations.transformers.components import Files, state_of
-from easyckpt.integrations.transformers.names import DATA, PROGRESS, STATE_FILE
+from easyckpt.integrations.transformers.judged import judged
+from easyckpt.integrations.transformers.names import PROGRESS, STATE_FILE
 from easyckpt.integrations.transformers.options import Options
 from easyckpt.integrations.transformers.own import Own
 from easyckpt.integrations.transformers.plan import Planner
@@ -37,15 +37,11 @@ from easyckpt.integrations.transformers.progress import Progress
 from easyckpt.integrations.transformers.resume import Origin, find_origin
 from easyckpt.integrations.transformers.saves import Saves
 from easyckpt.integrations.transformers.stops import Stops
-from easyckpt.integrations.transformers.unsaved import OwnState
+from easyckpt.integrations.transformers.taking import Moment, Taking
 from easyckpt.loading.loader import Restored
 from easyckpt.prospect import Prospect
 
 _log = logging.getLogger("easyckpt")
-
-#: When the program asks for a save. At the "end" of a step it is made with the step's snapshot. Where a step has
-#: "begun", its batches are read, and the state of the step before is in its snapshot alone. Else all is "still".
-Moment = Literal["still", "begun", "end"]
 
 
 class TrainingRun:
@@ -63,16 +59,14 @@ class TrainingRun:
         self._prospect: Prospect | None = self._opened()
         self._checkpointer: FrameworkCheckpointer | None = None
         self._private: str | None = None
-        self._apart = False
-        """The program's own ``_save_checkpoint`` is running."""
-        self._moment: Moment = "begun"
-        self._in_epoch_end = self._requested = self._rescaled = self._within_step = self._must_be_taken = False
-        self._over = False
-        self._requests = 0
-        self._own_state: OwnState | None = None
-        self._snapshot_at = self._counted_at = -1
+        self.taking: Taking | None = None
+        self._in_epoch_end = self._rescaled = self._within_step = False
+        self._counted_at = -1
         try:
-            self.origin: Origin = find_origin(self._prospect, resume, {PROGRESS: self.progress, DATA: self.data})
+            self._looked_at = judged(trainer, self.progress, self.data)
+            self.origin: Origin = find_origin(self._prospect, resume, self._looked_at)
+            if args.load_best_model_at_end and not self.origin.explicit:
+                self.origin = origin_with_its_best(self._prospect, self.origin, self._looked_at, self.progress.restored)
             if not self.origin.ours:  # a state of ours may have been looked at, and be older than what was found
                 self.data.forget()
                 self.progress.restored = None
@@ -142,20 +136,18 @@ class TrainingRun:
         self._prospect = None
         handler = trainer.callback_handler
         self.saves = Saves(trainer, checkpointer, prospect.root, handler.on_save)
-        self._root = prospect.root
         if trainer.args.process_index == 0:
-            apart.forget(self._root)
+            apart.forget(prospect.root)
         handler.on_save = _heard_later
-        self.best = self.saves.best = Best(trainer, checkpointer, self.saves)
-        self.stops = Stops(handler.on_substep_end, lambda: self._requested)
+        taking = self.taking = Taking(trainer, checkpointer, self._options, self.files, self.saves, root=prospect.root)
+        self.stops = Stops(handler.on_substep_end, lambda: taking.requested)
         handler.on_substep_end = self.stops.on_substep_end
-        self._must_be_taken = self._may_end_with_half_a_step()
         self.data.on_batch = checkpointer._position.on_batch
         if not self.restores:
             checkpointer.begin_at(self.origin.step, outside=self.origin.is_outside(prospect.root))
             self._counted_at = self.origin.step
-            self._snapshot_at = self.origin.step or -1
-            self._moment = "begun" if self.origin.step else "still"
+            taking.taken = self.origin.step or -1
+            taking.moment = "begun" if self.origin.step else "still"
             return
         if self.origin.found is not None:
             checkpointer.load_found(self.origin.found, explicit=self.origin.explicit)
@@ -167,7 +159,7 @@ class TrainingRun:
         self.data.restore = checkpointer._restore_generators
         if trainer.args.ignore_data_skip or self._rescaled:
             self.data.resumed = None
-        self._snapshot_at = self._counted_at = self.origin.step
+        taking.taken = self._counted_at = self.origin.step
         self.saves.found(checkpointer.committed_before())
         if trainer.args.process_index == 0:
             # A warning, as where nothing was found: of INFO a Trainer's user sees nothing by default.
@@ -176,6 +168,8 @@ class TrainingRun:
             _log.warning("resumed from step %d of %s", self.origin.step, source)
             self._warn_of_arguments()
         self._make_what_was_lost()
+        assert self.progress.restored is not None
+        taking.best.put_back(self.progress.restored)
 
     def _warn_of_arguments(self) -> None:
         """Rank 0; once, also where the loop begins anew with smaller batches."""
@@ -208,11 +202,11 @@ class TrainingRun:
         found = self.origin.found
         checkpointer.leave(keep_memory=found is not None and found.tier == "memory")
         self._prospect = self._opened()
-        self._requested, self._moment = False, "begun"
+        self.taking = None
         if found is not None:
             self._look_again(self._prospect, found)
         elif self.origin.elsewhere is not None:
-            self._prospect.look_elsewhere(self.origin.elsewhere, {PROGRESS: self.progress, DATA: self.data})
+            self._prospect.look_elsewhere(self.origin.elsewhere, self._looked_at)
         else:
             self.data.forget()
         if self._private is not None:
@@ -220,18 +214,17 @@ class TrainingRun:
 
     def _look_again(self, prospect: Prospect, found: Restored) -> None:
         """Go on from where the loop before did; where newer steps have taken its place, from the newest of them."""
-        state = {PROGRESS: self.progress, DATA: self.data}
         try:
-            again = prospect.look(state, step=found.step, timeline=found.timeline)
+            again = prospect.look(self._looked_at, step=found.step, timeline=found.timeline)
         except NoCheckpoint:
-            again = prospect.look(state)
+            again = prospect.look(self._looked_at)
         self.origin = dataclasses.replace(self.origin, step=again.step, found=again)
 
     def begin_step(self) -> None:
         """A step is about to begin."""
         overridden.warn_of_own_loop(self._trainer, in_epoch=True)
-        if self._own_state is None:
-            self._own_state = OwnState(self._trainer.callback_handler.callbacks)
+        if self.taking is not None:
+            self.taking.begin_step()
         self.check_told()
 
     def check_told(self) -> None:
@@ -240,23 +233,31 @@ class TrainingRun:
 
     def begin_epoch(self) -> None:
         """A pass over the data is about to begin."""
-        self._in_epoch_end, self._moment = False, "begun"
+        self._in_epoch_end = False
+        self._come_to("begun")
         self.data.begin_epoch()
+
+    def _come_to(self, moment: Moment) -> None:
+        if self.taking is not None:
+            self.taking.moment = moment
 
     def come_to_end(self) -> None:
         """A step was made: what is asked for from here on is done when it has been logged and evaluated."""
-        self._moment = "end"
+        self._come_to("end")
 
     def end_training(self) -> None:
         """No step follows: what is asked for from here on is done at once."""
-        self._moment, self._over = "still", True
+        self._come_to("still")
+        if self.taking is not None:
+            self.taking.over = True
 
     def end_epoch(self, *, cut: bool) -> None:
         """The last step of a pass has ended; what belongs to the end of the epoch comes now.
 
         `cut`: a callback has ended the epoch. Where training as a whole ends early, the pass is not over.
         """
-        self._in_epoch_end, self._moment = True, "end"
+        self._in_epoch_end = True
+        self._come_to("end")
         self.data.cut = cut
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -265,76 +266,6 @@ class TrainingRun:
             kinds = (int, float, str, np.number)
             self._checkpointer.log(**{name: value for name, value in values.items() if isinstance(value, kinds)})
 
-    def request_save(self, metrics: Any = None) -> None:
-        """The Trainer wants a checkpoint of this step. `metrics`: up to 4.46, by which it is judged here."""
-        trainer = self._trainer
-        self._requested = True
-        if self._apart:
-            apart.make_checkpoint(trainer)
-        self._requests += 1
-        if trainer.hp_search_backend is None:
-            self._meet()
-            trainer.store_flos()
-        state = trainer.state
-        if metrics is not None and versions.is_new_best(trainer.args, state, metrics):
-            state.best_model_checkpoint = self.saves.path(state.global_step)
-        best = getattr(state, "best_global_step", None)
-        if best and trainer.args.save_strategy != "no" and (best == state.global_step or self.saves.known(best)):
-            state.best_model_checkpoint = self.saves.path(best)
-        self.best.keep()
-
-    def _meet(self) -> None:
-        """A save is all ranks'. What counts floating point operations is a collective: alone, it would meet another's.
-
-        That of another call breaks the job, or what it trains, without a word of why.
-        """
-        assert self._checkpointer is not None
-        args, step = self._trainer.args, self._trainer.state.global_step
-        self._checkpointer.meet(
-            f"the checkpoint of step {step}, which this rank was asked for (a callback must set control.should_save "
-            "on all ranks, or on none)",
-            args.ddp_timeout,
-        )
-
-    def save_asked(self, save: Callable[[], None], *, own: bool) -> None:
-        """``_save_checkpoint`` is called, by whomever, and `save` goes on with it; `own`: it is the program's."""
-        step = int(self._trainer.state.global_step)
-        if own:
-            before, self._apart = self._requests, True
-            added = self.files.added_at(step)
-            with apart.written_apart(self._trainer, self._root, added, lambda: self._requests > before):
-                save()
-            self._apart = False
-        else:
-            save()
-        if self._requested and self._moment != "end":
-            self._save_between(step)
-
-    def make_way(self) -> None:
-        """The checkpoint's directory may have been made already, with nothing in it."""
-        self.saves.make_way(self._trainer.state.global_step)
-
-    def _save_between(self, step: int) -> None:
-        """A save that is asked for elsewhere than at the end of a step, as of the step that was made last."""
-        assert self._checkpointer is not None
-        if self._moment == "still":
-            self._take(step, half=False)
-            if self._over:
-                self.drain()
-            return
-        if self.files.added_at(step):
-            _log.warning("step %d: files that _save_checkpoint adds after its end are in no checkpoint", step)
-            self.files.added.clear()
-        if self.saves.known(step):
-            self._requested = False
-            return
-        future = self._checkpointer.flush_taken(step)
-        if future is None:
-            _log.warning("there is no snapshot of step %d any more: the step that has begun is saved at its end", step)
-        else:
-            self._requested = False
-            self.saves.add(step, future)
-
     def trained(self, loss: torch.Tensor) -> torch.Tensor:
         """A batch was trained on. Returns what the Trainer is to take for its `loss`."""
         self._within_step = True
@@ -342,10 +273,10 @@ class TrainingRun:
 
     def end_step(self, loss: torch.Tensor) -> None:
         """The Trainer has logged and evaluated: the state of the step is complete, unless its epoch ends with it."""
-        trainer, checkpointer = self._trainer, self._checkpointer
-        if checkpointer is None:
+        trainer, checkpointer, taking = self._trainer, self._checkpointer, self.taking
+        if checkpointer is None or taking is None:
             return
-        self._moment = "end"  # also where no event has said so
+        taking.moment = "end"  # also where no event has said so
         self.progress.loss = loss.detach()
         step = trainer.state.global_step
         if step > self._counted_at:
@@ -354,16 +285,16 @@ class TrainingRun:
         half, self._within_step = self._within_step and self._in_epoch_end, False
         if not self._in_epoch_end and self._epoch_ends():
             return
-        preempted = step > self._snapshot_at and checkpointer.preempted
+        preempted = step > taking.taken and checkpointer.preempted
         if preempted:
-            self.request_save()
-        self._take(step, half=half)
-        self._moment = "begun"
+            taking.request()
+        taking.take(step, half=half)
+        taking.moment = "begun"
         self.saves.deliver(step)
         if preempted:
             trainer.control.should_training_stop = True
         if self._in_epoch_end and self._training_ends(step):
-            self.drain()
+            taking.drain()
 
     def _training_ends(self, step: int) -> bool:
         """Whether no epoch follows this one. The last may have had fewer steps than it was thought to have."""
@@ -376,67 +307,6 @@ class TrainingRun:
         control, step = trainer.control, trainer.state.global_step
         over = control.should_training_stop and step >= trainer.state.max_steps
         return self.data.at_end or control.should_epoch_stop or over
-
-    def _take(self, step: int, *, half: bool) -> None:
-        """Snapshot the step, and flush it where that was asked for. `half`: gradients of the next one are there.
-
-        These are no state, so what was taken when the step ended is flushed then: resumed, the half step is done again.
-        """
-        checkpointer = self._checkpointer
-        assert checkpointer is not None
-        requested, self._requested = self._requested, False
-        if requested:
-            taken = checkpointer.flush_taken(step) if half and step == self._snapshot_at else None
-            if taken is None and step <= self._snapshot_at:  # as with the Trainer itself, the later save counts
-                checkpointer.begin_again(step)
-                self.saves.deliver(step, wait=True)
-            self.saves.add(step, self._flush(step) if taken is None else taken)
-            self.files.let_go()
-            self._snapshot_at = step
-            if self._options.on_save == "wait":
-                self.saves.deliver(step, wait=True)
-        elif step > self._snapshot_at:
-            (checkpointer.take if self._must_be_taken else checkpointer.save_if_needed)(step)
-            self._snapshot_at = step
-
-    def _may_end_with_half_a_step(self) -> bool:
-        """Whether each step may turn out to be the last whole one of its pass, with a checkpoint at the pass's end."""
-        args, loader = self._trainer.args, self._trainer.callback_handler.train_dataloader
-        with contextlib.suppress(TypeError, NotImplementedError):
-            if len(loader) >= 0:
-                return False
-        at_the_end = args.save_strategy in ("epoch", "best") and self._options.back_pressure == "wait"
-        return bool(at_the_end and args.gradient_accumulation_steps > 1)
-
-    def _flush(self, step: int) -> Future[int]:
-        """Snapshot the step as it is now, and flush that."""
-        checkpointer, control = self._checkpointer, self._trainer.control
-        assert checkpointer is not None
-        self.files.learn(self._trainer)
-        if self._own_state is not None:
-            self._own_state.tell()
-        control.should_save = True  # as it is when the Trainer writes its state
-        try:
-            if self._options.on_save == "wait":  # so the snapshot must be whole before the next optimizer step
-                return checkpointer.save(step)
-            skip = self._options.back_pressure == "skip" and not self._must_be_made(step)
-            return checkpointer.flush(step, skip=skip)
-        finally:
-            control.should_save = False
-
-    def _must_be_made(self, step: int) -> bool:
-        """Whether this checkpoint may not be skipped for the sake of speed: nothing will come in its place."""
-        trainer = self._trainer
-        best = step in self.best
-        ends = trainer.control.should_training_stop or step >= trainer.state.max_steps
-        return best or ends
-
-    def drain(self) -> None:
-        """Wait until every checkpoint is there, and tell of it."""
-        if self._checkpointer is not None:
-            self._checkpointer.wait(None)
-            self.saves.deliver(self._trainer.state.global_step, wait=True)
-            self._checkpointer.rotate()
 
     # -- the end
 

@@ -4,7 +4,7 @@ Nothing in such a directory says what belongs to it, and nothing was synced, so 
 of it. Checked is what the Trainer itself would stumble over, or silently do without:
 
 - all that a resume needs is there: weights, optimizer, scheduler, the generators of every rank;
-- JSON files parse, and the state is of the step in the directory's name;
+- JSON files parse, and the state is one that the Trainer can go on with, of the step in the directory's name;
 - a ``.safetensors`` file is exactly as long as its header says, tensor by tensor;
 - every record of a torch archive has its checksum, which is verified over all bytes.
 
@@ -31,6 +31,7 @@ from typing_extensions import Buffer
 from easyckpt.errors import DamagedCheckpoint, EasyckptError, ForeignFormat
 from easyckpt.format.safetensors import header_size, parse_header
 from easyckpt.integrations.transformers.names import rng_file
+from easyckpt.integrations.transformers.trainer_state import require_state
 from easyckpt.storage.base import FileReader
 from easyckpt.storage.local import LocalStorage
 
@@ -69,7 +70,7 @@ def problem(
             found.require_whole(name)
             if name.endswith((".bin", ".pt", ".pth")) and name != NEVER_READ:
                 load_pickle(found.path(name), mapped=True)  # the archive is whole: what else may keep torch from it?
-        found.require_step()
+        found.require_state()
 
     return _problem(directory, look, busy)
 
@@ -83,6 +84,13 @@ def lacks(directory: str, *, world_size: int, ranks: Sequence[int] | None = None
         found.require_step()
 
     return _problem(directory, look, lambda: None)
+
+
+def state_problem(directory: str) -> str | None:
+    """As `problem`, of the Trainer's state alone, where there is one: not every rank of a sharded job writes it."""
+    if not os.path.lexists(os.path.join(directory, STATE)):
+        return None
+    return _problem(directory, _Directory.require_state, lambda: None)
 
 
 def _problem(directory: str, look: Callable[[_Directory], None], busy: Callable[[], None]) -> str | None:
@@ -181,6 +189,14 @@ class _Directory:
         """What else of the Trainer's own is there."""
         return [name for name in OPTIONAL if name in self._names]
 
+    def require_state(self) -> None:
+        """The Trainer can go on with its state."""
+        self.require_step()
+        try:
+            require_state(self._json(STATE))
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{STATE}: {error}") from None
+
     def require_step(self) -> None:
         """The state is of the step in the directory's name, if that has one."""
         state, match = self._json(STATE), _NUMBERED.fullmatch(os.path.basename(self._path))
@@ -209,7 +225,7 @@ class _Directory:
         with self._open(name) as reader:
             text = _bytes(reader, 0, reader.size)
         try:
-            return json.loads(text)
+            return json.loads(text.decode())  # the Trainer reads UTF-8 alone
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"{name} is no JSON: {error}") from None
 

@@ -84,15 +84,16 @@ class Outside:
         wrapping, run, name = self._easyckpt, self._easyckpt.run, "_save_checkpoint"
         wrapping.reached.discard(name)
         write = functools.partial(super()._save_checkpoint, *args, **kwargs)  # type: ignore[misc]
-        if run is not None:
-            run.make_way()
+        taking = None if run is None else run.taking
+        if taking is not None:
+            taking.make_way()
         if wrapping.synchronous is not None:  # with all that the program itself adds
             trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
             wrapping.synchronous.save(write, trial)
-        elif run is None:
+        elif taking is None:
             write()
         else:
-            run.save_asked(write, own=not versions.is_stock(type(self), name, (Outside, Inside, type(self))))
+            taking.asked(write, own=not versions.is_stock(type(self), name, (Outside, Inside, type(self))))
         if name not in wrapping.reached and (run is not None or wrapping.synchronous is not None):
             wrapping.warn_once(name, lambda: overridden.warn_of_own_saving(self))
 
@@ -109,8 +110,8 @@ class Outside:
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        if self._easyckpt.run is not None:
-            self._easyckpt.run.drain()
+        if self._easyckpt.run is not None and self._easyckpt.run.taking is not None:
+            self._easyckpt.run.taking.drain()
         super()._load_best_model()  # type: ignore[misc]
 
     def _load_callback_state(self) -> None:
@@ -163,8 +164,8 @@ class Inside(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         self._easyckpt.reached.add("_save_checkpoint")
         run = self._easyckpt.run
-        if run is not None:
-            run.request_save(kwargs.get("metrics", args[0] if args else None))
+        if run is not None and run.taking is not None:
+            run.taking.request(kwargs.get("metrics", args[0] if args else None))
         else:
             super()._save_checkpoint(model, trial, *args, **kwargs)
 

@@ -120,7 +120,7 @@ def test_there_is_a_whole_checkpoint_at_each_moment_of_a_step_that_is_saved_twic
     class Armed(Limit):
         def on_epoch_end(self, args, state, control, **kwargs):
             control.should_save = True
-            trainer._easyckpt.run.drain()
+            trainer._easyckpt.run.taking.drain()
             failpoints.arm(f"{point}=kill")
 
     child = os.fork()
@@ -174,10 +174,10 @@ def test_the_best_one_that_was_not_made_is_not_the_best(out, limit):
     class Full(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                trainer._easyckpt.run.drain()
+                trainer._easyckpt.run.taking.drain()
                 failpoints.arm("writer.shard.chunk=error:ENOSPC")
             elif state.global_step == 5:
-                trainer._easyckpt.run.drain()
+                trainer._easyckpt.run.taking.drain()
                 failpoints.arm("")
 
     trainer = make(
