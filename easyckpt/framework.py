@@ -74,6 +74,13 @@ class FrameworkCheckpointer(Checkpointer):
         return self._saver.flush_taken(self._check_step(step))
 
     @guarded
+    def meet(self, what: str, timeout: float) -> None:
+        """All ranks call it with the same `what`. PeerTimeout: some did not, within `peer_timeout` at least."""
+        self._check_open()
+        if not self._ranks.alone:
+            self._channel.exchange(what, None, max(timeout, self._config.peer_timeout))
+
+    @guarded
     def committed_before(self) -> list[int]:
         """Steps of the whole checkpoints in the past of what was restored. All ranks call it, and get the same."""
         origin = self._saver.origin

@@ -20,8 +20,8 @@ from tests.trainers.scenarios import TABLE
 #: Damage in each kind of file is the same with both versions, and so is what the older one is not asked here. Names of
 #: modules count as those of tests do: none has one of these words.
 DAMAGE = "damage_in_any_file"
-#: Of methods that a subclass overrides, what is asked each time.
-RARE = "of_overridden and not (left_alone or known_here or never_called)"
+#: What waits for ranks; and of methods that a subclass overrides, all but what is asked each time.
+RARE = "of_asking_alone or of_overridden and not (left_alone or known_here or never_called)"
 #: And of directories in which another kind of training has saved.
 TAKEN = "of_taking_over and not (flipped_byte or is_verified)"
 #: And of states that are none.
@@ -37,7 +37,7 @@ NAMED = ("-o", "python_files=of_*.py")
     ("version", "chosen"),
     [
         ("5", f"not {DAMAGE} and not ({RARE}) and not ({TAKEN}) and not ({NONSENSE}) and not ({KILLED})"),
-        ("4", f"({SAMPLE}) and not (of_taking_over or of_nonsense)"),
+        ("4", f"({SAMPLE}) and not (of_taking_over or of_nonsense or of_asking_alone)"),
         ("5", f"{DAMAGE} and flipped"),
     ],
 )

@@ -65,6 +65,7 @@ class Taking:
             apart.make_checkpoint(trainer)
         self._requests += 1
         if trainer.hp_search_backend is None:
+            self._meet()
             trainer.store_flos()
         state = trainer.state
         if metrics is not None and versions.is_new_best(trainer.args, state, metrics):
@@ -73,6 +74,18 @@ class Taking:
         if best and trainer.args.save_strategy != "no" and (best == state.global_step or self._saves.known(best)):
             state.best_model_checkpoint = self._saves.path(best)
         self.best.keep()
+
+    def _meet(self) -> None:
+        """A save is all ranks'. What counts floating point operations is a collective: alone, it would meet another's.
+
+        That of another call breaks the job, or what it trains, without a word of why.
+        """
+        args, step = self._trainer.args, self._trainer.state.global_step
+        self._checkpointer.meet(
+            f"the checkpoint of step {step}, which this rank was asked for (a callback must set control.should_save "
+            "on all ranks, or on none)",
+            args.ddp_timeout,
+        )
 
     def asked(self, save: Callable[[], None], *, own: bool) -> None:
         """``_save_checkpoint`` is called, by whomever, and `save` goes on with it; `own`: it is the program's."""

@@ -34,7 +34,7 @@ def killed_while_flushing(out: Path, worths: dict[int, float], number: int, at: 
     if child == 0:
         try:
             failpoints.arm(f"flush.begin@{number}=hold:{out}.held")
-            waiting = At(3, lambda control: trainer._easyckpt.run.drain())
+            waiting = At(3, lambda control: trainer._easyckpt.run.taking.drain())
             trainer = judged(out, worths, [waiting, At(at, lambda control: os.kill(os.getpid(), signal.SIGKILL))])
             trainer.train()
         finally:
