@@ -21,7 +21,7 @@ from tests.trainers.scenarios import TABLE
 #: modules count as those of tests do: none has one of these words.
 DAMAGE = "damage_in_any_file"
 #: What waits for ranks; and of methods that a subclass overrides, all but what is asked each time.
-RARE = "of_asking_alone or of_overridden and not (left_alone or known_here or never_called)"
+RARE = "of_asking_alone or other_ranks or of_overridden and not (left_alone or known_here or never_called)"
 #: And of directories in which another kind of training has saved.
 TAKEN = "of_taking_over and not (flipped_byte or is_verified)"
 #: And of states that are none.
