@@ -2,7 +2,7 @@
 
 A directory that is being written has a mark beside it until its manifest is there, so one that a kill has left half-way
 is told from one that the Trainer wrote without easyckpt. What lies past the step at which a training goes on is set
-aside before it saves for the first time: the highest number is that of the newest state.
+aside once its first checkpoint is committed: from then on the highest number is that of the newest state.
 """
 
 from __future__ import annotations
@@ -59,19 +59,32 @@ def end(storage: LocalStorage, step: int) -> None:
             storage.remove_tree(mark.name)
 
 
-def set_aside(storage: LocalStorage, step: int) -> None:
-    """Rename what lies past `step`, where training goes on, and remove what was never written to its end."""
+def make_room(storage: LocalStorage, step: int) -> None:
+    """A training saves for the first time: what has the name ``checkpoint-<step>`` is renamed.
+
+    What was never written to its end is removed. All else stays where it is until that save is committed: before,
+    a kill leaves only what was there.
+    """
     found = catalog.scan(storage, _NAMING)
     marks = found.of_kind("temporary")
-    unfinished, word = {mark.step for mark in marks}, secrets.token_hex(4)
+    unfinished = {mark.step for mark in marks}
     for entry in judging.checkpoints(found):
         if entry.step in unfinished and not judging.has_manifest(storage, entry):
             _remove(storage, entry.name)
-        elif entry.step > step:
-            storage.rename(entry.name, _NAMING.stale(entry.step, word))
+        elif entry.step == step:
+            storage.rename(entry.name, _NAMING.stale(step, secrets.token_hex(4)))
     storage.sync_dir("")
     for leftover in [*marks, *found.of_kind("trash")]:
         storage.remove_tree(leftover.name)
+
+
+def set_aside(storage: LocalStorage, begun: int, committed: int) -> None:
+    """Rename what lies past the step at which this training has `begun`, but for what it has `committed`."""
+    word = secrets.token_hex(4)
+    for entry in judging.checkpoints(catalog.scan(storage, _NAMING)):
+        if entry.step > begun and entry.step != committed:
+            storage.rename(entry.name, _NAMING.stale(entry.step, word))
+    storage.sync_dir("")
 
 
 def rotate(storage: LocalStorage, limit: int | None, best: str | None) -> None:

@@ -84,7 +84,7 @@ class SynchronousRun:
         self._timeout = max(settings.peer_timeout, float(args.ddp_timeout))
         together = dist.is_available() and dist.is_initialized()
         self._ranks = discover() if together else Ranks(0, 1, 0, 1)
-        self._is_first = True
+        self._is_first = True  # until there is a checkpoint of this training's
         self._told = False  # that an error has ended this run: all ranks have agreed on it
         self._check: Callable[[], None] = lambda: None
         self._leaving = contextlib.ExitStack()
@@ -160,8 +160,7 @@ class SynchronousRun:
         self._check()
         storage.makedirs("")
         if self._is_first:
-            committing.set_aside(storage, self._begins_at)
-            self._is_first = False
+            committing.make_room(storage, step)
         committing.begin(storage, step)
 
     def _commit(self, storage: LocalStorage, step: int) -> None:
@@ -169,6 +168,8 @@ class SynchronousRun:
         name, args = _NAMING.committed(step), self._trainer.args
         by_the_trainer = "_save_checkpoint" in self._trainer._easyckpt.reached
         if not by_the_trainer or not storage.exists(name):  # a program's own saving, or one that had no wish to save
+            if storage.exists(name):
+                self._take_over(storage, step)
             committing.end(storage, step)
             return
         problem = self._lacking(os.path.join(storage.root, name))
@@ -179,11 +180,18 @@ class SynchronousRun:
         except OSError as error:
             raise SaveFailed(f"{name} was not committed: {error}") from error
         self._check()
+        self._take_over(storage, step)
         try:
             committing.end(storage, step)
             committing.rotate(storage, args.save_total_limit, self._trainer.state.best_model_checkpoint)
         except (OSError, StorageError) as error:  # which costs space, and no checkpoint
             _log.warning("what is old in %s cannot be removed: %s", storage.root, error)
+
+    def _take_over(self, storage: LocalStorage, step: int) -> None:
+        """There is a checkpoint of this training's: from now on the newest is its own."""
+        if self._is_first:
+            committing.set_aside(storage, self._begins_at, step)
+            self._is_first = False
 
     def _lacking(self, path: str) -> str | None:
         """What of a checkpoint was not written, where it is known what should be there."""

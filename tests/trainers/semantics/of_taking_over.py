@@ -99,6 +99,43 @@ def test_a_new_training_spoils_no_other_s_checkpoint(saved_by, out):
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
 
 
+class Failing(Trainer):
+    """Has no room for its second checkpoint, or, where `from_the_first`, for any."""
+
+    from_the_first = True
+
+    def _save_checkpoint(self, *args, **kwargs):
+        if self.from_the_first or self.state.global_step > 2:
+            raise Stopped
+        super()._save_checkpoint(*args, **kwargs)
+
+
+class FailingLater(Failing):
+    from_the_first = False
+
+
+def test_until_a_new_training_has_saved_the_old_one_is_there(saved_by, out, tmp_path):
+    saved_by("itself", until=7)
+    with pytest.raises(Stopped):
+        make(out, Failing).train()
+    assert checkpoints(out) == [4, 6]  # of its number 2 it was in need
+    with pytest.raises(Stopped):
+        make(out, Failing, save_steps=3).train()
+    assert checkpoints(out) == [4, 6]
+    trainer = make(out)
+    assert began(trainer, True) == 6
+    assert same(weights(trainer), straight(tmp_path))
+
+
+def test_once_a_new_training_has_saved_it_is_the_newest(saved_by, out):
+    saved_by("itself", until=7)
+    with pytest.raises(Stopped):
+        make(out, FailingLater).train()
+    assert checkpoints(out) == [2]
+    assert len(list(out.glob("_easyckpt-stale-*"))) == 3
+    assert began(make(out), True) == 2
+
+
 class Adding(Trainer):
     """Adds a file before the Trainer saves, and one after."""
 
