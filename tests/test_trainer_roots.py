@@ -294,6 +294,14 @@ def test_where_the_newest_does_not_tell_the_best_an_older_one_does(root, run):
     assert (root / "checkpoint-2").exists()
 
 
+def test_the_best_of_another_training_whose_numbers_are_higher_is_not_that_of_the_line(root, run):
+    says(root, 6, "checkpoint-2")
+    shutil.copytree(root / "checkpoint-5", root / "checkpoint-10000")
+    says(root, 10000, "checkpoint-9000")
+    assert run("prune", root, "--keep", "1").code == 0
+    assert (root / "checkpoint-2").exists()
+
+
 def test_cp_makes_a_root_of_the_same_kind_from_which_training_goes_on(root, run, tmp_path):
     before = everything_in(root)
     for step in (4, 2):

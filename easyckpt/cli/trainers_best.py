@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 
 from easyckpt.catalog import MAX_RECORD_BYTES, Catalog, Entry
 from easyckpt.errors import EasyckptError
@@ -17,16 +18,21 @@ from easyckpt.storage.base import Storage
 def trainers_best(storage: Storage, naming: NamingScheme, record: RootRecord, found: Catalog) -> int | None:
     """The step that the newest checkpoint's ``trainer_state.json`` names; None where it names none of this directory.
 
-    The newest of the open line, or one that the Trainer has written by itself. The directory may have been moved since:
-    what counts is the name in it.
+    The newest of the open line is asked first: what the Trainer has written by itself may be another training's, with
+    higher numbers. It is asked where none of the line can tell. The directory may have been moved since: what counts
+    is the name in it.
     """
-    candidates = [entry for entry in found.committed() if on_line(record, entry)] + found.of_kind("foreign")
-    for entry in sorted(candidates, key=lambda entry: entry.step, reverse=True):
+    line = [entry for entry in found.committed() if on_line(record, entry)]
+    for entry in [*_newest_first(line), *_newest_first(found.of_kind("foreign"))]:
         state = _state(storage, entry)
         if state is not None:
             best = state.get("best_model_checkpoint")
             return naming.parse_committed(os.path.basename(best)) if isinstance(best, str) else None
     return None
+
+
+def _newest_first(entries: Iterable[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: entry.step, reverse=True)
 
 
 def _state(storage: Storage, entry: Entry) -> dict[str, object] | None:
