@@ -127,7 +127,10 @@ class Component(ABC):
         return ()
 
     def constant(self) -> Iterable[torch.Tensor]:
-        """Tensors that nothing is known to write between a capture and the next optimizer step, nor that step."""
+        """Tensors of the component's own that it writes in its captures alone.
+
+        Frozen parameters are none: programs write a few of their rows through ``.data``, and nothing would see that.
+        """
         return ()
 
     def replicated(self) -> Iterable[torch.Tensor]:

@@ -276,10 +276,6 @@ class ModuleComponent(Component):
         call(self.name, "load_state_dict()", method, value, **({} if strict else {"strict": False}))
 
     @override
-    def constant(self) -> Iterator[torch.Tensor]:
-        return (parameter for parameter in self.target.parameters() if not parameter.requires_grad)
-
-    @override
     def replicated(self) -> Iterator[torch.Tensor]:
         return replicated_parameters(self.target)
 

@@ -117,7 +117,7 @@ def _replicated(components: Sequence[Component]) -> set[TieKey]:
 
 
 def _constant(components: Sequence[Component]) -> set[TieKey]:
-    """On the host alone: programs move teachers through ``.data``, and on a GPU no probe would see that."""
+    """On the host alone: on a GPU no probe would see it, were one written after all."""
     found = (tie_key(tensor) for component in components for tensor in component.constant() if tensor.is_cpu)
     return set(found)
 
