@@ -49,6 +49,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         if self._trainer._easyckpt.run is not None:
             self._trainer._easyckpt.run.end_epoch(cut=control.should_epoch_stop)
+            self._trainer._easyckpt.run.stops.end_step(control)  # of half a step, which never comes to its end
 
 
 def listen(trainer: Any) -> None:

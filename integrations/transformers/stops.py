@@ -26,7 +26,7 @@ class Stops:
         return control
 
     def end_step(self, control: Any) -> None:
-        """The weights are those of the next step."""
+        """The weights are those of the next step, or the pass is over."""
         control.should_training_stop |= self._training
         control.should_epoch_stop |= self._epoch
         self._training = self._epoch = False

@@ -93,9 +93,11 @@ class Taking:
         if own:
             before, self._apart = self._requests, True
             added = self._files.added_at(step)
-            with apart.written_apart(self._trainer, self._root, added, lambda: self._requests > before):
-                save()
-            self._apart = False
+            try:
+                with apart.written_apart(self._trainer, self._root, added, lambda: self._requests > before):
+                    save()
+            finally:  # a program may catch its error
+                self._apart = False
         else:
             save()
         if self.requested and self.moment != "end":
@@ -112,9 +114,7 @@ class Taking:
             if self.over:
                 self.drain()
             return
-        if self._files.added_at(step):
-            _log.warning("step %d: files that _save_checkpoint adds after its end are in no checkpoint", step)
-            self._files.added.clear()
+        self._lose_what_is_added(step)
         if self._saves.known(step):
             self.requested = False
             return
@@ -125,6 +125,12 @@ class Taking:
             self.requested = False
             self._saves.add(step, future)
 
+    def _lose_what_is_added(self, step: int) -> None:
+        """Its snapshot is there already."""
+        if self._files.added_at(step):
+            _log.warning("step %d: files that _save_checkpoint adds after its end are in no checkpoint", step)
+            self._files.added.clear()
+
     def take(self, step: int, *, half: bool) -> None:
         """Snapshot the step, and flush it where that was asked for. `half`: gradients of the next one are there.
 
@@ -134,7 +140,9 @@ class Taking:
         requested, self.requested = self.requested, False
         if requested:
             taken = checkpointer.flush_taken(step) if half and step == self.taken else None
-            if taken is None and step <= self.taken:  # as with the Trainer itself, the later save counts
+            if taken is not None:
+                self._lose_what_is_added(step)
+            elif step <= self.taken:  # as with the Trainer itself, the later save counts
                 checkpointer.begin_again(step)
                 self._saves.deliver(step, wait=True)
             self._saves.add(step, self._flush(step) if taken is None else taken)

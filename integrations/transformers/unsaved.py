@@ -43,8 +43,9 @@ class _Watched:
             return None
         if not self.changed and (now is not self.seen or _version(now) != self.version):
             self.seen, self.version = now, _version(now)
+            self.first = self.first.to(now.device)  # once: it was made before the model was moved
             # (DDP writes each buffer at each step, mostly with what is in it.)
-            self.changed = now.dtype != self.first.dtype or not torch.equal(now, self.first.to(now.device))
+            self.changed = now.dtype != self.first.dtype or not torch.equal(now, self.first)
         return now if self.changed else None
 
 

@@ -105,7 +105,8 @@ class Outside:
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
         run = self._easyckpt.run
-        if skip_scheduler and run is not None and run.restores:
+        state = self.state  # type: ignore[attr-defined]
+        if skip_scheduler and run is not None and run.restores and (state.global_step or state.log_history):
             return None  # for eval_on_start alone, which was done when the training did start
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)  # type: ignore[misc]
 

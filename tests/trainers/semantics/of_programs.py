@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from easyckpt import failpoints
-from tests.trainers.data import Sequences
+from tests.trainers.data import Sequences, Stream
 from tests.trainers.semantics.trainings import (
     STEPS,
     At,
@@ -214,3 +214,55 @@ def test_what_a_kill_has_prevented_is_made_though_another_has_its_name(out, tmp_
     with pytest.raises(Stopped):
         make(out, save_steps=4, callbacks=[At(7, stop)]).train(resume_from_checkpoint=True)
     assert whole(out, 4)
+
+
+def half_a_step(out: Path, kind: type = Trainer, **arguments) -> Trainer:
+    """A training whose first pass over its stream ends with half of a fourth step."""
+    trainer = make(out, kind, gradient_accumulation_steps=2, **arguments)
+    trainer.train_dataset = Stream(14)
+    return trainer
+
+
+def test_files_that_come_with_half_a_step_are_spoken_of(out, caplog):
+    half_a_step(out, Own, save_strategy="epoch", max_steps=6).train()
+    assert checkpoints(out) == [3, 6]
+    lost = [step for step in (3, 6) if not (out / f"checkpoint-{step}" / EXTRA).exists()]
+    said = [step for step in (3, 6) if f"step {step}: files that _save_checkpoint adds" in caplog.text]
+    assert lost == said != []
+
+
+class StopsInHalfAStep(TrainerCallback):
+    batches = 0
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.batches += 1
+        control.should_save = control.should_training_stop = self.batches == 4
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        assert state.global_step < 3 or self.batches < 4
+
+
+def test_a_stop_within_half_a_step_is_at_the_end_of_its_pass(out):
+    trainer = half_a_step(out, save_strategy="no", callbacks=[StopsInHalfAStep()])
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert checkpoints(out) == [3]
+
+
+def test_a_program_may_catch_the_error_of_its_saving(out):
+    class Caught(Trainer):
+        def _save_checkpoint(self, *args, **kwargs):
+            if self.state.global_step == 2:
+                raise OSError("no room")
+            super()._save_checkpoint(*args, **kwargs)
+
+    class Saves(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                with pytest.raises(OSError, match="no room"):
+                    trainer._save_checkpoint(trainer.model, None)
+                assert not trainer._easyckpt.run.taking._apart
+
+    trainer = make(out, Caught, save_steps=3, max_steps=3, callbacks=[Saves()])
+    trainer.train()
+    assert whole(out, 3)

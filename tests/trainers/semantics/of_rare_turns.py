@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from tests.trainers.data import Sequences
-from tests.trainers.semantics.trainings import At, Stopped, forget_memory, make, same, stop, weights
+from tests.trainers.semantics.trainings import At, Stopped, checkpoints, forget_memory, make, same, stop, weights
 
 
 class Peeking(TrainerCallback):
@@ -62,6 +62,31 @@ def test_the_evaluation_at_the_start_is_made_once(out):
     with pytest.raises(Stopped):
         evaluating([At(5, stop)]).train()
     resumed = evaluating()
+    resumed.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in resumed.state.log_history if "eval_loss" in entry] == [0]
+
+
+class SavesFirst(TrainerCallback):
+    """Saves before the evaluation at the start, which ends the training the first time."""
+
+    def __init__(self, *, ends: bool) -> None:
+        self.ends, self.trainer = ends, None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.ends:
+            self.trainer._save_checkpoint(self.trainer.model, None)
+            raise Stopped
+
+
+def test_the_evaluation_at_the_start_is_made_if_the_snapshot_is_of_before(out):
+    def evaluating(saves: SavesFirst) -> Trainer:
+        saves.trainer = make(out, callbacks=[saves], eval_on_start=True, eval_dataset=Sequences(4))
+        return saves.trainer
+
+    with pytest.raises(Stopped):
+        evaluating(SavesFirst(ends=True)).train()
+    assert checkpoints(out) == [0]
+    resumed = evaluating(SavesFirst(ends=False))
     resumed.train(resume_from_checkpoint=True)
     assert [entry["step"] for entry in resumed.state.log_history if "eval_loss" in entry] == [0]
 
