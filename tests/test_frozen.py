@@ -1,4 +1,4 @@
-"""Weights that no optimizer steps: whoever writes them may do so at any time, and they are copied before training goes on."""
+"""Weights that no optimizer steps: they may be written at any time, and are copied before training goes on."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-from easyckpt.errors import DamagedCheckpoint
+from easyckpt.errors import DamagedCheckpoint, SaveFailed
 from easyckpt.format import parts
 from easyckpt.format.canonical import dumps
 from easyckpt.format.image import LeafSpec, plan_layout
@@ -60,6 +60,15 @@ def packed_of(text: bytes) -> bytes:
 def test_what_cannot_be_unpacked_is_damage(packed):
     with pytest.raises(DamagedCheckpoint):
         parts.read_part([packed], 0, FILES)
+
+
+def test_what_nobody_would_read_again_is_not_written(monkeypatch):
+    size = len(parts.unpack(json.loads(part_of(0, parameters=5, world_size=1))))
+    monkeypatch.setattr(parts, "MAX_TEXT_BYTES", size)
+    part_of(0, parameters=5, world_size=1)
+    monkeypatch.setattr(parts, "MAX_TEXT_BYTES", size - 1)
+    with pytest.raises(SaveFailed, match=f"rank 0.*{size} bytes"):
+        part_of(0, parameters=5, world_size=1)
 
 
 def test_a_few_bytes_that_stand_for_more_than_memory_holds_are_refused(monkeypatch):

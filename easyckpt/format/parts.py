@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from easyckpt.errors import DamagedCheckpoint
+from easyckpt.errors import DamagedCheckpoint, SaveFailed
 from easyckpt.format.canonical import Json, dumps, loads
 from easyckpt.format.codec import path_text
 from easyckpt.format.fields import MAX_NUMBER, Fields
@@ -90,13 +90,17 @@ def _place(fields: Fields, item: Json, names: Sequence[str]) -> Place | None:
 def part_text(layout: Layout, objects: bytes, places: Sequence[Place | None], carried: bytes) -> bytes:
     """The JSON text that stands for a part in the manifest: a string, packed.
 
-    `objects` is the text as a slot holds it, so that it need not be parsed.
+    `objects` is the text as a slot holds it, so that it need not be parsed. Raises SaveFailed for one that nobody
+    would read again.
     """
     names = sorted({place[0] for place in places if place is not None} - {CARRIED})
     numbers = {name: number for number, name in enumerate([CARRIED, *names])}
     pairs: list[Json] = [None if place is None else [numbers[place[0]], place[1]] for place in places]
     head: Json = {"files": list(names), "places": pairs, "carried": base64.b64encode(carried).decode("ascii")}
-    return dumps(pack(b'%b,"objects":%b,"layout":%b}' % (dumps(head)[:-1], objects, layout.encoded)))
+    text = b'%b,"objects":%b,"layout":%b}' % (dumps(head)[:-1], objects, layout.encoded)
+    if len(text) > MAX_TEXT_BYTES:
+        raise SaveFailed(f"rank {layout.rank}: its part would have {len(text)} bytes, more than any reader takes")
+    return dumps(pack(text))
 
 
 def pack(text: bytes) -> str:

@@ -47,8 +47,8 @@ class LateLeaves:
 
     A leaf has to prove itself: it was copied early, and at the next optimizer step it was still what the copy is.
     One that was written to outside of an optimizer step is copied early for good. Each optimizer has to prove itself as
-    well: its steps were seen. Of one that steps unseen (as a CUDA graph) nobody knows when it writes. What nobody writes
-    (see `Component.constant`) is copied late where any was seen: a step is what ends the window.
+    well: its steps were seen. Of one that steps unseen (as a CUDA graph) nobody knows when it writes. What nobody
+    writes (see `Component.constant`) is copied late where any was seen: a step is what ends the window.
     """
 
     def __init__(self, copier: Copier) -> None:
