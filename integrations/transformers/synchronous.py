@@ -120,6 +120,7 @@ class SynchronousRun:
         record = catalog.read_root(storage)
         owned = owned_root(storage, _NO_RUN if record is None else record.run, settings, _log.warning)
         self._check = self._leaving.enter_context(owned)
+        committing.put_back(storage)
 
     def _all(self, what: str, work: Callable[[], Any] | None, /) -> list[Any]:
         """See `agreeing.Everybody`. By the store: a rank that fails within the Trainer's saving leaves the others in
@@ -159,6 +160,7 @@ class SynchronousRun:
     def _prepare(self, storage: LocalStorage, step: int) -> None:
         self._check()
         storage.makedirs("")
+        committing.put_back(storage)  # also of a save that has failed, where training goes on: no rank writes now
         if self._is_first:
             committing.set_aside(storage, self._begins_at)
             self._is_first = False
@@ -169,7 +171,7 @@ class SynchronousRun:
         name, args = _NAMING.committed(step), self._trainer.args
         by_the_trainer = "_save_checkpoint" in self._trainer._easyckpt.reached
         if not by_the_trainer or not storage.exists(name):  # a program's own saving, or one that had no wish to save
-            committing.end(storage, step)
+            committing.leave(storage, step)
             return
         problem = self._lacking(os.path.join(storage.root, name))
         if problem is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from transformers import Trainer, TrainerCallback
@@ -76,12 +77,13 @@ class Twice(TrainerCallback):
 
 
 class Dies(Trainer):
-    """Killed in its second save of a step, when the weights are written."""
+    """Killed in its second save of a step, while it writes."""
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
         self.saves = getattr(self, "saves", 0) + 1
         if self.saves == 2:
+            damage(Path(output_dir) / "optimizer.pt", "truncated")  # half of it was written
             os.kill(os.getpid(), signal.SIGKILL)
 
 
