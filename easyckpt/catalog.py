@@ -158,7 +158,8 @@ def _examined(storage: Storage, entry: Entry, naming: NamingScheme) -> Entry:
     try:
         manifest = read_manifest(storage, entry.name)
         problem = misfit(entry, manifest) or _missing_files(storage, entry.name, manifest)
-        kind = "foreign" if naming.shared and manifest.timeline == layout.FOREIGN_LINE else kind
+        if naming.shared and kind != "temporary" and manifest.timeline == layout.FOREIGN_LINE:
+            kind = "foreign"
     except FileNotFoundError:
         kind = "foreign" if kind == "committed" and naming.shared else kind
         problem = f"no {layout.MANIFEST}: " + ("written without easyckpt" if kind == "foreign" else "never committed")

@@ -102,7 +102,8 @@ class FrameworkCheckpointer(Checkpointer):
     def begin_again(self, step: int) -> None:
         """The next save is of `step` once more, and takes the place of what was saved of it.
 
-        Waits for flushes that are on their way. Until the new checkpoint is committed, the one before stays.
+        Waits for flushes that are on their way. Until the new checkpoint is committed, the one before stays. All ranks
+        call it.
         """
         self._check_open()
         self._saver.begin_again(step)

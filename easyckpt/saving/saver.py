@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -54,13 +55,30 @@ class Saver:
         self._parts.coordinator.begin_line(None, committed=committed, adopted=adopted)
 
     def begin_again(self, step: int) -> None:
-        """`step`, of which there is a snapshot, is to be saved once more: a line begins on which there is none yet."""
+        """`step` is to be saved once more: where anything was saved of it, on a line on which there is nothing yet.
+
+        Else the line goes on, with all that memory holds of earlier steps. All ranks call it.
+        """
         self._parts.stager.end_window("wait")
         for future in self._parts.coordinator.ledger.pending():
             future.exception()  # in bounded time: the coordinator sees to that
-        before = None if self._origin is None else self._origin.timeline
-        timeline = before if self._identity is None else self._identity.timeline
-        self.go_on_from(Origin(step, timeline, again=True), adopted=None, committed=-1)
+        origin, identity = self._origin, self._identity
+        if identity is None:
+            if origin is not None and origin.step == step:
+                self.go_on_from(dataclasses.replace(origin, again=True), adopted=None, committed=-1)
+        elif self._was_saved(step):
+            self.go_on_from(Origin(step, identity.timeline, again=True), adopted=None, committed=-1)
+
+    def _was_saved(self, step: int) -> bool:
+        """Whether the job could go on from `step`; what only some ranks hold of it is of no use, and dropped."""
+        coordinator, arena = self._parts.coordinator, self._parts.arena
+        held = [meta for meta in coordinator.ledger.on_line(arena.sealed()) if meta.step == step]
+        mine = {"committed": step <= coordinator.committed, "held": bool(held)}
+        answers = self._parts.channel.exchange(f"step {step}: was it saved", mine, self._config.peer_timeout)
+        if any(answer["committed"] for answer in answers) or all(answer["held"] for answer in answers):
+            return True
+        arena.drop(lambda meta: meta in held)
+        return False
 
     def came_to(self, step: int) -> None:
         """The training loop has handed over `step`, whether or not a snapshot of it is to be taken."""

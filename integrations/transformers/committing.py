@@ -1,12 +1,16 @@
 """What makes a checkpoint of files that the Trainer has written: durable, named in a manifest, and looked at again.
 
 A directory that is being written has a mark beside it until its manifest is there, so one that a kill has left half-way
-is told from one that the Trainer wrote without easyckpt. What lies past the step at which a training goes on is set
-aside once its first checkpoint is committed: from then on the highest number is that of the newest state.
+is told from one that the Trainer wrote without easyckpt. A checkpoint that is there already is its own mark: it waits
+beside for the one that takes its place, and is put back where that does not come to be. What lies past the step at
+which a training goes on is set aside once its first checkpoint is committed: from then on the highest number is that of
+the newest state.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import secrets
 import time
@@ -17,18 +21,55 @@ from easyckpt.format import layout
 from easyckpt.format.checksum import ChunkHasher, file_digest
 from easyckpt.format.manifest import FileRecord, Manifest
 from easyckpt.format.trainer_names import TrainerNaming
-from easyckpt.integrations.transformers import judging
+from easyckpt.integrations.transformers import judging, stock
 from easyckpt.saving.retention import RENAME_BEFORE
+from easyckpt.storage.base import Storage
 from easyckpt.storage.local import LocalStorage
 
+_log = logging.getLogger("easyckpt")
 _NAMING = TrainerNaming()
 _PIECE = 8 << 20
+#: How the marks begin that are the checkpoint before.
+_KEPT = "kept-"
 
 
 def begin(storage: LocalStorage, step: int) -> None:
-    """``checkpoint-<step>`` is about to be written: until it is committed it is none."""
-    storage.makedirs(_NAMING.temporary(step, f"{secrets.token_hex(4)}-000001"))
+    """``checkpoint-<step>`` is about to be written: until it is committed it is none.
+
+    One that is there is never written into: what the Trainer changes of it would not fit the manifest any more.
+    """
+    name, word = _NAMING.committed(step), secrets.token_hex(4)
+    marked = any(mark.step == step for mark in catalog.scan(storage, _NAMING).of_kind("temporary"))
+    if _is_there(storage, name, marked=marked):
+        kept = _NAMING.temporary(step, f"{_KEPT}{word}")
+        storage.rename(name, kept)
+        with contextlib.suppress(FileNotFoundError):  # of the save that begins
+            storage.remove(f"{kept}/{stock.UNFINISHED}")
+    else:
+        storage.makedirs(_NAMING.temporary(step, f"{word}-000001"))
     storage.sync_dir("")
+
+
+def _is_there(storage: LocalStorage, name: str, *, marked: bool) -> bool:
+    """Whether a checkpoint has the `name`: none that was never written to its end, nor one that only begins."""
+    if storage.exists(f"{name}/{layout.MANIFEST}"):
+        return True
+    if marked or not storage.exists(name):
+        return False
+    return not set(os.listdir(os.path.join(storage.root, name))) <= {stock.UNFINISHED}
+
+
+def put_back(storage: Storage) -> None:
+    """Checkpoints whose place another was to take get their names back where that has not come to be."""
+    for mark in catalog.scan(storage, _NAMING).of_kind("temporary"):
+        name = _NAMING.committed(mark.step)
+        if not (mark.attempt or "").startswith(_KEPT) or storage.exists(f"{name}/{layout.MANIFEST}"):
+            continue
+        if storage.exists(name):
+            _remove(storage, name)
+        storage.rename(mark.name, name)
+        storage.sync_dir("")
+        _log.warning("%s was being saved once more, to no end: it is again what it was", name)
 
 
 def commit(storage: LocalStorage, step: int, *, world_size: int, busy: Callable[[], None] = lambda: None) -> None:
@@ -53,17 +94,30 @@ def commit(storage: LocalStorage, step: int, *, world_size: int, busy: Callable[
 
 
 def end(storage: LocalStorage, step: int) -> None:
-    """``checkpoint-<step>`` is not being written any more."""
+    """``checkpoint-<step>`` is committed, and what was there before it goes."""
     for mark in catalog.scan(storage, _NAMING).of_kind("temporary"):
         if mark.step == step:
             storage.remove_tree(mark.name)
 
 
-def make_room(storage: LocalStorage, step: int) -> None:
-    """A training saves for the first time: what has the name ``checkpoint-<step>`` is renamed.
+def leave(storage: LocalStorage, step: int) -> None:
+    """The Trainer has not written ``checkpoint-<step>``: what was there before stays.
 
-    What was never written to its end is removed. All else stays where it is until that save is committed: before,
-    a kill leaves only what was there.
+    Where the program has written one by itself, nobody can tell whether that is whole: the one before is set aside.
+    """
+    if storage.exists(_NAMING.committed(step)):
+        for mark in catalog.scan(storage, _NAMING).of_kind("temporary"):
+            if mark.step == step and (mark.attempt or "").startswith(_KEPT):
+                storage.rename(mark.name, _NAMING.stale(step, secrets.token_hex(4)))
+    else:
+        put_back(storage)
+    end(storage, step)
+
+
+def make_room(storage: LocalStorage) -> None:
+    """A training saves for the first time: what was never written to its end is removed.
+
+    All else stays until that save is committed: before, a kill leaves only what was there.
     """
     found = catalog.scan(storage, _NAMING)
     marks = found.of_kind("temporary")
@@ -71,8 +125,6 @@ def make_room(storage: LocalStorage, step: int) -> None:
     for entry in judging.checkpoints(found):
         if entry.step in unfinished and not judging.has_manifest(storage, entry):
             _remove(storage, entry.name)
-        elif entry.step == step:
-            storage.rename(entry.name, _NAMING.stale(step, secrets.token_hex(4)))
     storage.sync_dir("")
     for leftover in [*marks, *found.of_kind("trash")]:
         storage.remove_tree(leftover.name)
@@ -80,10 +132,13 @@ def make_room(storage: LocalStorage, step: int) -> None:
 
 def set_aside(storage: LocalStorage, begun: int, committed: int) -> None:
     """Rename what lies past the step at which this training has `begun`, but for what it has `committed`."""
-    word = secrets.token_hex(4)
-    for entry in judging.checkpoints(catalog.scan(storage, _NAMING)):
+    word, found = secrets.token_hex(4), catalog.scan(storage, _NAMING)
+    for entry in judging.checkpoints(found):
         if entry.step > begun and entry.step != committed:
             storage.rename(entry.name, _NAMING.stale(entry.step, word))
+    for mark in found.of_kind("temporary"):
+        if mark.step > begun and (mark.attempt or "").startswith(_KEPT):  # another training's, of the same number
+            storage.rename(mark.name, _NAMING.stale(mark.step, word))
     storage.sync_dir("")
 
 
@@ -100,7 +155,7 @@ def rotate(storage: LocalStorage, limit: int | None, best: str | None) -> None:
             _remove(storage, entry.name)
 
 
-def _remove(storage: LocalStorage, name: str) -> None:
+def _remove(storage: Storage, name: str) -> None:
     failpoints.hit(RENAME_BEFORE)
     trash = _NAMING.trash(name, secrets.token_hex(4))
     storage.rename(name, trash)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -18,12 +19,12 @@ import torch
 
 from easyckpt import ending
 from easyckpt.dialects import of_trainer
-from easyckpt.distributed.agree import all_good
+from easyckpt.distributed.agree import all_good, done_by_rank_0
 from easyckpt.errors import EasyckptError, NoCheckpoint, PeerFailed, UsageError
 from easyckpt.format.difference import ASIDE
 from easyckpt.framework import FrameworkCheckpointer
 from easyckpt.integrations.training_data import TrainingData
-from easyckpt.integrations.transformers import apart, arguments, overridden, scratch, unsaved
+from easyckpt.integrations.transformers import apart, arguments, committing, overridden, scratch, unsaved
 from easyckpt.integrations.transformers import progress as trainer_progress
 from easyckpt.integrations.transformers.best import origin_with_its_best
 from easyckpt.integrations.transformers.carried_loss import CarriedLoss
@@ -64,6 +65,7 @@ class TrainingRun:
         self._counted_at = -1
         try:
             self._looked_at = judged(trainer, self.progress, self.data)
+            self._put_back(self._prospect)
             self.origin: Origin = find_origin(self._prospect, resume, self._looked_at)
             if args.load_best_model_at_end and not self.origin.explicit:
                 self.origin = origin_with_its_best(self._prospect, self.origin, self._looked_at, self.progress.restored)
@@ -78,6 +80,11 @@ class TrainingRun:
     def _opened(self) -> Prospect:
         root = os.path.abspath(self._trainer.args.output_dir)
         return Prospect(root, self._dialect, max_ckpt_num=self._limit, **self._options.settings())
+
+    def _put_back(self, prospect: Prospect) -> None:
+        """A training before may have been killed while the Trainer itself saved a step once more."""
+        work = functools.partial(committing.put_back, prospect.storage)
+        done_by_rank_0(prospect.channel, prospect.ranks, "what a kill has cut short", work, prospect.timeout)
 
     def _agreed_path(self, prospect: Prospect) -> str | None:
         """What the Trainer is to resume from. All ranks have it, or none goes on."""

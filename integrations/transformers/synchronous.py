@@ -84,7 +84,7 @@ class SynchronousRun:
         self._timeout = max(settings.peer_timeout, float(args.ddp_timeout))
         together = dist.is_available() and dist.is_initialized()
         self._ranks = discover() if together else Ranks(0, 1, 0, 1)
-        self._is_first = True  # until there is a checkpoint of this training's
+        self._is_first = True
         self._told = False  # that an error has ended this run: all ranks have agreed on it
         self._check: Callable[[], None] = lambda: None
         self._leaving = contextlib.ExitStack()
@@ -120,6 +120,7 @@ class SynchronousRun:
         record = catalog.read_root(storage)
         owned = owned_root(storage, _NO_RUN if record is None else record.run, settings, _log.warning)
         self._check = self._leaving.enter_context(owned)
+        committing.put_back(storage)
 
     def _all(self, what: str, work: Callable[[], Any] | None, /) -> list[Any]:
         """See `agreeing.Everybody`. By the store: a rank that fails within the Trainer's saving leaves the others in
@@ -159,8 +160,9 @@ class SynchronousRun:
     def _prepare(self, storage: LocalStorage, step: int) -> None:
         self._check()
         storage.makedirs("")
+        committing.put_back(storage)  # also of a save that has failed, where training goes on: no rank writes now
         if self._is_first:
-            committing.make_room(storage, step)
+            committing.make_room(storage)
         committing.begin(storage, step)
 
     def _commit(self, storage: LocalStorage, step: int) -> None:
@@ -170,7 +172,7 @@ class SynchronousRun:
         if not by_the_trainer or not storage.exists(name):  # a program's own saving, or one that had no wish to save
             if storage.exists(name):
                 self._take_over(storage, step)
-            committing.end(storage, step)
+            committing.leave(storage, step)
             return
         problem = self._lacking(os.path.join(storage.root, name))
         if problem is not None:

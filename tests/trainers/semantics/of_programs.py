@@ -167,6 +167,56 @@ def test_a_save_between_two_steps_is_of_the_step_before(out, tmp_path, event, st
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == list(range(1, STEPS + 1))
 
 
+class Killed(Calls):
+    """When the snapshot is nearly whole."""
+
+    def call(self, args, state, control, **kwargs):
+        failpoints.arm("slot.seal.before=kill")
+        super().call(args, state, control, **kwargs)
+
+
+def test_a_step_without_a_snapshot_is_saved_at_the_cost_of_none_before(out, tmp_path):
+    child, call = os.fork(), Killed("on_train_end", STEPS)
+    if child == 0:
+        try:
+            options = {"save_mem_interval": 3, "slots": 2}
+            call.trainer = make(out, callbacks=[call], save_strategy="no", options=options)
+            call.trainer.train()
+        finally:
+            os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    begun: list[int] = []
+    trainer = make(out, save_strategy="no", callbacks=[At(6, lambda control: begun.append(6)), At(5, stop)])
+    trainer.train(resume_from_checkpoint=True)
+    assert begun == [6]
+    assert same(weights(trainer), straight(tmp_path))
+
+
+def test_what_lies_past_a_step_that_was_named_stays_though_that_step_is_saved_again(out):
+    make(out).train()
+    forget_memory()
+    call = Calls("on_train_end", 4)
+    call.trainer = make(out, callbacks=[call], max_steps=4)
+    call.trainer.train(resume_from_checkpoint=str(out / "checkpoint-4"))
+    assert checkpoints(out) == [2, 4]
+    assert sorted(path.name.partition(".")[0] for path in out.glob("_easyckpt-stale-*")) == [
+        "_easyckpt-stale-checkpoint-6",
+        "_easyckpt-stale-checkpoint-8",
+    ]
+
+
+def test_a_step_of_another_directory_that_is_saved_again_leaves_what_is_there(out, tmp_path):
+    make(out, save_steps=3, max_steps=3).train()
+    make(tmp_path / "other", max_steps=4).train()
+    forget_memory()
+    call = Calls("on_train_end", 4)
+    call.trainer = make(out, callbacks=[call], max_steps=4)
+    call.trainer.train(resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-4"))
+    assert checkpoints(out) == [3, 4]
+    assert whole(out, 3)
+    assert whole(out, 4)
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_best_one_that_was_not_made_is_not_the_best(out, limit):
     worth = {2: 5.0, 4: 9.0}
