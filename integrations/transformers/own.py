@@ -21,14 +21,17 @@ import torch
 from transformers import Trainer
 
 from easyckpt.format.codec_decode import FACTORIES
+from easyckpt.integrations.transformers.unsaved import stamp
 from easyckpt.state.generators import own_kinds, own_state, set_own_state
 
 _log = logging.getLogger("easyckpt")
 
 _ATOMS = (bool, int, float, str, type(None))
+_ATOM_SET = frozenset(_ATOMS)
 _CONTAINERS = (list, tuple, set, dict, collections.OrderedDict, collections.defaultdict, collections.deque)
-#: An attribute with more values, or more bytes in tensors, is not kept: every step would pay for it.
-MOST_VALUES, MOST_BYTES = 10_000, 64 << 20
+#: For all attributes together, since every step pays for them: values that are looked at, bytes of arrays (only their
+#: content tells that they were written), and bytes of tensors that are kept.
+MOST_VALUES, MOST_ARRAY_BYTES, MOST_TENSOR_BYTES = 10_000, 1 << 20, 64 << 20
 
 
 class Own:
@@ -36,33 +39,61 @@ class Own:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._first = {name: _frozen(value) for name, value in _added(trainer) if _size(value) is not None}
-        self._left: set[str] = {name for name, value in _added(trainer) if _size(value) is None}
+        self._first: dict[str, list[Any]] = {}
+        """Those that have not changed, as they were."""
+        self._left: set[str] = set()
         """Not to be looked at: of these nothing is kept."""
+        room, large = _Room(), []
+        for name, value in _added(trainer):
+            if _is_generator(value):
+                continue
+            try:
+                look = _look(value, room)
+            except _TooLarge:
+                look, large = None, [*large, name]
+            if look is None:
+                self._left.add(name)
+            else:
+                self._first[name] = look
+        if large:  # of what merely is not plain nothing need be said: it is how the class is set up
+            self._warn(large)
 
     def state(self) -> dict[str, Any]:
         """Those that have changed."""
-        changed, generators = {}, {}
+        changed, generators, room = {}, {}, _Room()
         for name, value in _added(self._trainer):
             if name in self._left:
                 continue
             if _is_generator(value):
                 generators[name] = _generator_state(value)
-            elif _size(value) is None:
-                self._leave(name, value)
-            elif name not in self._first or _frozen(value) != self._first[name]:
+            elif self._has_changed(name, value, room):
                 changed[name] = _detached(value)
         return {"values": changed, "generators": generators}
 
-    def _leave(self, name: str, value: Any) -> None:
+    def _has_changed(self, name: str, value: Any, room: _Room) -> bool:
+        try:
+            look = _look(value, room)
+            if look is not None and name in self._first and _is_same(look, self._first[name]):
+                return False
+            self._first.pop(name, None)
+            if look is not None:
+                room.take("tensor_bytes", sum(each.tensor.nbytes for each in look if type(each) is _Written))
+                return True
+        except _TooLarge:
+            pass
         self._left.add(name)
         if isinstance(value, (*_CONTAINERS, torch.Tensor, np.ndarray)):
-            _log.warning(
-                "%s.%s changes while it trains and is not kept: it is too large, or holds what is no number, text, "
-                "tensor or container. A resumed run begins with the one that it makes",
-                type(self._trainer).__name__,
-                name,
-            )
+            self._warn([name])
+        return False
+
+    def _warn(self, names: list[str]) -> None:
+        _log.warning(
+            "of %s, %s will not be kept where training changes it: the attributes of the class are too large to be "
+            "looked at at every step, or it holds what is no number, text, tensor or container. A resumed run begins "
+            "with what it makes itself",
+            type(self._trainer).__name__,
+            ", ".join(names),
+        )
 
     def put_back(self, kept: Mapping[str, Any]) -> None:
         """Have the trainer go on with what :meth:`state` has given. Containers stay the objects that they are."""
@@ -98,27 +129,75 @@ def _generator_state(generator: Any) -> Any:
     return generator.get_state() if isinstance(generator, torch.Generator) else own_state(generator)
 
 
-def _size(value: Any) -> int | None:
-    """Of a value that can be kept, how many it has in it; None of what is not plain, or too large."""
-    if _is_generator(value):
-        return 1
-    count, size, waiting = 0, 0, [value]
+class _TooLarge(Exception):
+    pass
+
+
+@dataclass(slots=True)
+class _Room:
+    """What is left of the bounds."""
+
+    values: int = MOST_VALUES
+    array_bytes: int = MOST_ARRAY_BYTES
+    tensor_bytes: int = MOST_TENSOR_BYTES
+
+    def take(self, what: str, amount: int) -> None:
+        left = getattr(self, what) - amount
+        if left < 0:
+            raise _TooLarge
+        setattr(self, what, left)
+
+
+def _look(value: Any, room: _Room) -> list[Any] | None:
+    """All that a plain value consists of, in one list that stays as it is; None of one that is not plain.
+
+    Of a tensor it has which one it is and how often it was written: nothing of it is read.
+    """
+    before = room.values, room.array_bytes
+    try:
+        found = _pieces(value, room)
+    except _TooLarge:
+        room.values, room.array_bytes = before
+        raise
+    if found is None:
+        room.values, room.array_bytes = before
+    return found
+
+
+def _pieces(value: Any, room: _Room) -> list[Any] | None:
+    found: list[Any] = []
+    waiting = [value]
+    room.take("values", 1)
     while waiting:
         each = waiting.pop()
-        count += 1
-        if isinstance(each, (torch.Tensor, np.ndarray)):
-            size += each.nbytes
-            if not _is_plain(each):
-                return None
-        elif type(each) in _CONTAINERS:
-            if count + len(waiting) + len(each) > MOST_VALUES or not _is_known(each):
-                return None
-            waiting += [*each.keys(), *each.values()] if isinstance(each, dict) else each
-        elif not isinstance(each, (*_ATOMS, np.generic)):
+        if isinstance(each, (*_ATOMS, np.generic)):
+            found.append(each)
+        elif isinstance(each, torch.Tensor) and _is_plain(each):
+            found.append(_Written(each, stamp(each)))
+        elif isinstance(each, np.ndarray) and _is_plain(each):
+            room.take("array_bytes", each.nbytes)
+            found.append((each.dtype.str, each.shape, each.tobytes()))
+        elif type(each) in _CONTAINERS and _is_known(each):
+            items = [*each.keys(), *each.values()] if isinstance(each, dict) else each
+            only_atoms = set(map(type, items)) <= _ATOM_SET
+            room.take("values", len(items))
+            found.append((type(each), len(each)))
+            (found if only_atoms else waiting).extend(items)
+        else:
             return None
-        if count > MOST_VALUES or size > MOST_BYTES:
-            return None
-    return count
+    return found
+
+
+def _is_same(look: list[Any], first: list[Any]) -> bool:
+    """Mostly the very objects are there still."""
+    return len(look) == len(first) and all(map(_equal, look, first))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other):
+        return one is other
+    # (0.0 and -0.0 are equal)
+    return repr(one) == repr(other) if isinstance(one, (float, np.generic)) else bool(one == other)
 
 
 def _is_plain(array: Any) -> bool:
@@ -134,36 +213,21 @@ def _is_known(container: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A tensor, which lives on here, so that no other is in its place; and how often it was written."""
+    """A tensor, which lives on here, so that no other is in its place; and whether it was written since."""
 
     tensor: torch.Tensor
-    times: int
+    stamp: tuple[int, int]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Written) and self.tensor is other.tensor and self.times == other.times
+        return isinstance(other, _Written) and self.tensor is other.tensor and self.stamp == other.stamp
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _frozen(value: Any) -> Any:
-    """Equal to that of the same value, and to no other's: of a tensor, which one it is and how often it was written."""
-    if isinstance(value, torch.Tensor):
-        return _Written(value, value._version)
-    if isinstance(value, np.ndarray):
-        return (value.dtype.str, value.shape, value.tobytes())
-    if isinstance(value, dict):
-        return (type(value), tuple((key, _frozen(item)) for key, item in value.items()))
-    if isinstance(value, set):
-        return frozenset(value)
-    if isinstance(value, _CONTAINERS):
-        return (type(value), tuple(map(_frozen, value)))
-    return (type(value), repr(value))
 
 
 def _detached(value: Any) -> Any:
     """As it is, without the graphs of its tensors."""
     if isinstance(value, torch.Tensor):
-        return value.detach()
+        return value.clone() if value.is_inference() else value.detach()
     if isinstance(value, dict):
         made = value.copy()
         made.update((key, _detached(item)) for key, item in value.items())

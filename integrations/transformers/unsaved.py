@@ -25,27 +25,44 @@ _DEPTH, _ITEMS = 3, 1000
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
+def stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    """Another one once `tensor` was written or has its content elsewhere. No content is read, no device waited for.
+
+    What is written through ``.data`` it does not tell.
+    """
+    try:
+        place = tensor.data_ptr()
+    except RuntimeError:  # it has no memory of its own
+        place = 0
+    return -1 if tensor.is_inference() else tensor._version, place
+
+
 @dataclass(slots=True)
 class _Watched:
     module: nn.Module
     key: str
     seen: torch.Tensor
-    """The tensor that was looked at last, and the version that it had then."""
-    version: int
+    """The tensor that was looked at last, and what it was stamped with then."""
+    stamp: tuple[int, int]
     first: torch.Tensor
     """What it held at first."""
     changed: bool = False
 
     def look(self) -> torch.Tensor | None:
-        """The buffer, if it is not what it was at first. Its content is compared only where it was written."""
+        """The buffer, if it is not what it was at first. Its content is compared only where it was written.
+
+        On a device it counts as changed then: to compare would be to wait for that, at every step. But once, where it
+        has come to the device with its model, it is compared.
+        """
         now = self.module._buffers.get(self.key)
         if now is None:
             return None
-        if not self.changed and (now is not self.seen or _version(now) != self.version):
-            self.seen, self.version = now, _version(now)
-            self.first = self.first.to(now.device)  # once: it was made before the model was moved
+        if not self.changed and (now is not self.seen or stamp(now) != self.stamp):
+            compared = now.is_cpu or now.device != self.seen.device
+            self.seen, self.stamp = now, stamp(now)
             # (DDP writes each buffer at each step, mostly with what is in it.)
-            self.changed = now.dtype != self.first.dtype or not torch.equal(now, self.first)
+            same = compared and now.dtype == self.first.dtype and torch.equal(now.cpu(), self.first.cpu())
+            self.changed = not same
         return now if self.changed else None
 
 
@@ -60,7 +77,7 @@ class Buffers:
                 tensor = module._buffers.get(key)
                 if tensor is not None:
                     name = f"{path}.{key}" if path else key
-                    self._watched[name] = _Watched(module, key, tensor, _version(tensor), tensor.detach().clone())
+                    self._watched[name] = _Watched(module, key, tensor, stamp(tensor), tensor.detach().clone())
 
     def changed(self) -> dict[str, torch.Tensor]:
         """Those that training has changed, by name."""
@@ -88,10 +105,6 @@ def buffers_of(trainer: Any) -> Buffers:
     """Watched since the model is there: a process that resumes has them as they were made."""
     known: Buffers | None = trainer._easyckpt.buffers
     return known if known is not None and known.model is trainer.model else Buffers(trainer.model)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 class OwnState:
@@ -131,9 +144,9 @@ def _looks(callback: Any) -> dict[str, Any]:
 def _look(value: Any, depth: int) -> Any:
     """Something that differs once `value` has changed; of most objects only what they are."""
     if type(value) in _PLAIN:
-        return (type(value), repr(value))
+        return (type(value), value)
     if isinstance(value, torch.Tensor):
-        return (id(value), _version(value))
+        return (id(value), stamp(value))
     if isinstance(value, nn.Module):
         return [_look(tensor, 0) for tensor in _tensors(value)]
     if depth and isinstance(value, dict):
