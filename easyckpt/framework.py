@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 from easyckpt import catalog, ending
-from easyckpt.distributed.agree import done_by_rank_0
+from easyckpt.distributed.agree import done_by_all, done_by_rank_0
 from easyckpt.distributed.mailbox import Json
 from easyckpt.engine import Checkpointer
 from easyckpt.errors import UsageError
@@ -74,11 +76,18 @@ class FrameworkCheckpointer(Checkpointer):
         return self._saver.flush_taken(self._check_step(step))
 
     @guarded
-    def meet(self, what: str, timeout: float) -> None:
-        """All ranks call it with the same `what`. PeerTimeout: some did not, within `peer_timeout` at least."""
+    def meet(self, what: str, timeout: float, work: Callable[[], Json] | None = None) -> list[Any]:
+        """All ranks call it with the same `what`; returns what the `work` of each does, by rank.
+
+        An error of one is raised on all. PeerTimeout: some did not come, within `peer_timeout` at least.
+        """
         self._check_open()
-        if not self._ranks.alone:
-            self._channel.exchange(what, None, max(timeout, self._config.peer_timeout))
+        return done_by_all(self._channel, what, work, max(timeout, self._config.peer_timeout))
+
+    def give_up(self, reason: str) -> None:
+        """What all ranks were to do together has failed here: those that wait for this one get PeerFailed at once."""
+        if not self._inert():
+            self._channel.fail(reason)
 
     @guarded
     def committed_before(self) -> list[int]:
