@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 from easyckpt import catalog, ending
-from easyckpt.distributed.agree import done_by_all, done_by_rank_0
+from easyckpt.distributed.agree import done_by_rank_0
 from easyckpt.distributed.mailbox import Json
 from easyckpt.engine import Checkpointer
 from easyckpt.errors import UsageError
@@ -76,13 +75,19 @@ class FrameworkCheckpointer(Checkpointer):
         return self._saver.flush_taken(self._check_step(step))
 
     @guarded
-    def meet(self, what: str, timeout: float, work: Callable[[], Json] | None = None) -> list[Any]:
+    def meet(self, what: str, timeout: float, work: Callable[[], Json] | None = None) -> list[Json]:
         """All ranks call it with the same `what`; returns what the `work` of each does, by rank.
 
-        An error of one is raised on all. PeerTimeout: some did not come, within `peer_timeout` at least.
+        Where the work of one fails, the others get PeerFailed. PeerTimeout: some did not come, within `peer_timeout`
+        at least.
         """
         self._check_open()
-        return done_by_all(self._channel, what, work, max(timeout, self._config.peer_timeout))
+        try:
+            done = None if work is None else work()
+        except BaseException as error:
+            self.give_up(f"{type(error).__name__}: {error}")
+            raise
+        return self._channel.exchange(what, done, max(timeout, self._config.peer_timeout))
 
     def give_up(self, reason: str) -> None:
         """What all ranks were to do together has failed here: those that wait for this one get PeerFailed at once."""

@@ -72,9 +72,10 @@ class Mirror:
         """Every entry's path in `directory`, that of a directory before those in it."""
         for folder, folders, files in os.walk(directory):
             if folder == directory:
-                folders[:], files = ([n for n in names if not self._leave_out(n)] for names in (folders, files))
+                folders[:] = [name for name in folders if not self._leave_out(name)]
             for name in (*folders, *files):
-                yield os.path.relpath(os.path.join(folder, name), directory)
+                if folder != directory or not self._leave_out(name):
+                    yield os.path.relpath(os.path.join(folder, name), directory)
 
 
 def _identity(path: str) -> _Identity:

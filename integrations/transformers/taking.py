@@ -79,7 +79,7 @@ class Taking:
         """A save is all ranks'. What counts floating point operations is a collective: alone, it would meet another's.
 
         That of another call breaks the job, or what it trains, without a word of why. Returns what the `work` of each
-        rank does; an error of one is raised on all.
+        rank does; an error of one ends it on all.
         """
         args, step = self._trainer.args, self._trainer.state.global_step
         what = (

@@ -50,7 +50,7 @@ def main() -> None:
     arguments = TrainingArguments(out, max_steps=STEPS, save_steps=SAVE, ddp_backend="gloo", **settings)
     assert arguments.device  # the process group is there, with the longer timeout
     fails = how not in ("stock", "own")
-    arguments.ddp_timeout = 600 if fails else 3  # so long nobody is to wait
+    arguments.ddp_timeout = 60 if fails else 3  # so long nobody is to wait
     trainer = (Trainer if how == "stock" else type("Own", (Own,), {"fails": (how, who)}))(
         gpt2(), arguments, train_dataset=Sequences(12)
     )
