@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from easyckpt import catalog, ending
@@ -74,11 +75,24 @@ class FrameworkCheckpointer(Checkpointer):
         return self._saver.flush_taken(self._check_step(step))
 
     @guarded
-    def meet(self, what: str, timeout: float) -> None:
-        """All ranks call it with the same `what`. PeerTimeout: some did not, within `peer_timeout` at least."""
+    def meet(self, what: str, timeout: float, work: Callable[[], Json] | None = None) -> list[Json]:
+        """All ranks call it with the same `what`; returns what the `work` of each does, by rank.
+
+        Where the work of one fails, the others get PeerFailed. PeerTimeout: some did not come, within `peer_timeout`
+        at least.
+        """
         self._check_open()
-        if not self._ranks.alone:
-            self._channel.exchange(what, None, max(timeout, self._config.peer_timeout))
+        try:
+            done = None if work is None else work()
+        except BaseException as error:
+            self.give_up(f"{type(error).__name__}: {error}")
+            raise
+        return self._channel.exchange(what, done, max(timeout, self._config.peer_timeout))
+
+    def give_up(self, reason: str) -> None:
+        """What all ranks were to do together has failed here: those that wait for this one get PeerFailed at once."""
+        if not self._inert():
+            self._channel.fail(reason)
 
     @guarded
     def committed_before(self) -> list[int]:

@@ -283,6 +283,24 @@ def test_an_interrupted_exchange_breaks_the_channel(monkeypatch):
         channel.exchange("x", 1, LIMIT)
 
 
+def test_an_interrupted_exchange_is_told_to_those_that_wait():
+    store = dist.HashStore()
+    one, other = (StoreChannel(StoreClient(store, LIMIT, 2), "p/", rank, 2) for rank in (0, 1))
+    check, asked = one._client.check, []
+
+    def interrupt(keys, deadline=None):
+        asked.append(keys)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+        return check(keys, deadline)
+
+    one._client.check = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        one.exchange("x", 1, LIMIT)
+    with pytest.raises(PeerFailed, match="interrupted on rank 0"):
+        other.exchange("y", 1, LIMIT)
+
+
 def test_locality_is_counted_by_what_is_shared(job):
     def work(ranks):
         channel, _mailbox = connect(ranks, "a", LIMIT)

@@ -96,7 +96,7 @@ class StoreChannel:
             self._broken = error
             raise
         except BaseException:
-            self._broken = PeerError(f"{name!r} was interrupted on this rank")
+            self._give_up(PeerFailed(f"{name!r} was interrupted on rank {self._rank}"))
             raise
 
     def _exchange(self, name: str, data: bytes, timeout: float) -> list[Json]:

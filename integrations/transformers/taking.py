@@ -75,33 +75,37 @@ class Taking:
             state.best_model_checkpoint = self._saves.path(best)
         self.best.keep()
 
-    def _meet(self) -> None:
+    def _meet(self, work: Callable[[], Any] | None = None, doing: str = "") -> list[Any]:
         """A save is all ranks'. What counts floating point operations is a collective: alone, it would meet another's.
 
-        That of another call breaks the job, or what it trains, without a word of why.
+        That of another call breaks the job, or what it trains, without a word of why. Returns what the `work` of each
+        rank does; an error of one ends it on all.
         """
         args, step = self._trainer.args, self._trainer.state.global_step
-        self._checkpointer.meet(
-            f"the checkpoint of step {step}, which this rank was asked for (a callback must set control.should_save "
-            "on all ranks, or on none)",
-            args.ddp_timeout,
+        what = (
+            f"the checkpoint of step {step}{doing}, which this rank was asked for (a callback must set "
+            "control.should_save on all ranks, or on none)"
         )
+        return self._checkpointer.meet(what, args.ddp_timeout, work)
 
     def asked(self, save: Callable[[], None], *, own: bool) -> None:
         """``_save_checkpoint`` is called, by whomever, and `save` goes on with it; `own`: it is the program's."""
         step = int(self._trainer.state.global_step)
-        if own:
-            before, self._apart = self._requests, True
-            added = self._files.added_at(step)
-            try:
-                with apart.written_apart(self._trainer, self._root, added, lambda: self._requests > before):
-                    save()
-            finally:  # a program may catch its error
-                self._apart = False
-        else:
-            save()
+        self._apart = own
+        try:
+            with self._written_apart(step) if own else contextlib.nullcontext():
+                save()
+        except BaseException as error:
+            self._checkpointer.give_up(f"the checkpoint of step {step}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._apart = False
         if self.requested and self.moment != "end":
             self._save_between(step)
+
+    def _written_apart(self, step: int) -> contextlib.AbstractContextManager[None]:
+        before, added = self._requests, self._files.added_at(step)
+        return apart.written_apart(self._trainer, self._root, added, lambda: self._requests > before, self._meet)
 
     def make_way(self) -> None:
         """The checkpoint's directory may have been made already, with nothing in it."""

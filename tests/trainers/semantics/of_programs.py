@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -43,6 +45,31 @@ class Own(Trainer):
             file.write(f"{self.state.global_step}\n")
 
 
+class Tends(Own):
+    """Keeps things beside its checkpoints, and has them anew at each save."""
+
+    def _save_checkpoint(self, *args, **kwargs):
+        super()._save_checkpoint(*args, **kwargs)
+        place, step = Path(self.args.output_dir), self.state.global_step
+        self.named = place.name
+        for name in ("best", "taken"):
+            if (place / name).exists():
+                (place / name / "of.txt").rename(place / name / "moved.txt")
+                shutil.rmtree(place / name)
+            (place / "new" / "sub").mkdir(parents=True)
+            (place / "new" / "sub" / f"{step}.txt").write_text("x")
+            (place / "new" / "of.txt").write_text(str(step))
+            os.replace(place / "new", place / name)
+        if (place / "last").exists():
+            (place / "last").rename(place / f"before-{step}")
+        (place / "last").mkdir()
+        (place / "last" / "of.txt").write_text(str(step))
+        for name, goal in (("near", f"checkpoint-{step}"), ("far", place / f"checkpoint-{step}")):
+            (place / name).unlink(missing_ok=True)
+            (place / name).symlink_to(goal)
+        (place / "given.txt").unlink(missing_ok=True)
+
+
 def of_kind(**changed):
     return type("Own", (Own,), changed)
 
@@ -63,6 +90,67 @@ def test_a_programs_files_go_to_the_checkpoint_that_is_made_and_to_no_other(out)
     assert [(path / EXTRA).read_text() for path in before] == ["first", "first"]
     assert all(whole(out, step) for step in (2, 4))
     assert (out / "saved.txt").read_text().split() == ["2", "4", "2", "4"]
+
+
+def listed(out: Path) -> dict[str, str]:
+    """What lies beside the checkpoints, and what is in it."""
+    found = {}
+    for path in sorted(out.rglob("*")):
+        name = str(path.relative_to(out))
+        if path.is_symlink():
+            found[name] = str(path.resolve().relative_to(out.resolve()))
+        elif not name.startswith(("checkpoint-", "_easyckpt")):
+            found[name] = path.read_text() if path.is_file() else ""
+    return found
+
+
+def test_a_program_removes_replaces_and_renames_beside_its_checkpoints(tmp_path):
+    said = {}
+    for wrap in (False, True):
+        out = tmp_path / f"wrap-{wrap}" / "out"
+        (out / "runs").mkdir(parents=True)
+        (out / "given.txt").write_text("to be removed")
+        (out / "runs" / "log.txt").write_text("stays")
+        (out / "runs" / "own").symlink_to("log.txt")
+        trainer = make(out, Tends, wrap=wrap, max_steps=6)
+        trainer.train()
+        said[wrap] = (trainer.named, listed(out))
+    assert said[True] == said[False]
+    assert {"before-4/of.txt", "before-6/of.txt", "best/sub/6.txt"} <= said[True][1].keys()
+
+
+def test_others_write_beside_a_program_that_saves(out):
+    class Beside(Own):
+        def _save_checkpoint(self, *args, **kwargs):
+            super()._save_checkpoint(*args, **kwargs)
+            for name in ("log.txt", f"{self.state.global_step}.txt"):
+                with open(out / name, "a") as file:
+                    file.write("line\n")
+            with open(Path(self.args.output_dir) / "log.txt", "a") as file:
+                file.write("own\n")
+
+    out.mkdir(exist_ok=True)
+    (out / "log.txt").touch()
+    make(out, Beside, max_steps=4).train()
+    assert (out / "log.txt").read_text().split() == ["line", "own", "line", "own"]
+    assert {"2.txt", "4.txt"} <= set(os.listdir(out))
+
+
+def test_a_program_goes_on_after_a_save_that_it_could_not_make(out):
+    class Fails(Own):
+        def _save_checkpoint(self, *args, **kwargs):
+            if self.state.global_step == 2:
+                raise OSError("no room")
+            super()._save_checkpoint(*args, **kwargs)
+
+        def _maybe_log_save_evaluate(self, *args, **kwargs):
+            with contextlib.suppress(OSError):
+                super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    make(out, Fails, max_steps=4).train()
+    assert checkpoints(out) == [4]
+    assert whole(out, 4)
+    assert asides(out) == []
 
 
 def test_a_kill_while_the_program_writes_leaves_nothing_that_looks_like_a_checkpoint(out, tmp_path):
