@@ -107,10 +107,10 @@ class Saves:
 
     def _tell(self, save: _Pending) -> None:
         error = save.future.exception()
-        if error is not None or save.future.result() != save.step:
-            self.best.forget(save.step)
-        else:
+        if error is None and save.future.result() == save.step:
             self._made.add(save.step)
+        elif not self.known(save.step):  # else the first save of the step was made, or a later one is on its way
+            self.best.forget(save.step)
         if error is not None:
             if not isinstance(error, SaveError):  # those are raised by the engine, as its settings say
                 raise error

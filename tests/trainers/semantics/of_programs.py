@@ -329,6 +329,26 @@ def test_the_best_one_that_was_not_made_is_not_the_best(out, limit):
     assert 2 in checkpoints(out)
 
 
+def test_the_best_one_stays_where_it_cannot_be_saved_once_more(out):
+    worth = {2: 5.0, 4: 9.0}
+
+    class Full(Limit):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            control.should_save = True
+            trainer._easyckpt.run.taking.drain()
+            failpoints.arm("writer.shard.chunk=error:ENOSPC")
+
+    trainer = make(
+        out, callbacks=[Full()], options={"on_failure": "continue"}, eval_strategy="steps", eval_steps=2,
+        metric_for_best_model="worth", greater_is_better=True, load_best_model_at_end=True, save_total_limit=1,
+        eval_dataset=Sequences(4, seed=1),
+        compute_metrics=lambda _: {"worth": worth.get(trainer.state.global_step, 0.0)},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(out / "checkpoint-4")
+    assert whole(out, 4)
+
+
 def test_another_trainings_checkpoint_is_not_the_best_one(out):
     make(out, max_steps=6, save_steps=3).train()
     worth = {6: 9.0}
