@@ -33,7 +33,8 @@ _OVERRIDABLE = (
 _HOOKS = itemgetter(
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 )
-_TABLES = itemgetter("_parameters", "_buffers", "_modules")
+#: Of the insides of a module (`vars`).
+TABLES = itemgetter("_parameters", "_buffers", "_modules")
 _VALUES = methodcaller("values")
 _NON_PERSISTENT = itemgetter("_non_persistent_buffers_set")
 
@@ -136,7 +137,7 @@ class ModuleComponent(Component):
     def _look(self, modules: list[nn.Module]) -> tuple[list[Any], Any]:
         """(everything in the modules' tables, what must be equal for the plan to be right); no Python loop inside."""
         insides = list(map(vars, modules))
-        tables = list(chain.from_iterable(map(_TABLES, insides)))
+        tables = list(chain.from_iterable(map(TABLES, insides)))
         filled = list(filter(None, tables))
         values = list(chain.from_iterable(map(_VALUES, filled)))
         token = (
@@ -188,7 +189,7 @@ class ModuleComponent(Component):
         """(state_dict name, position among the looked-up values) of each leaf."""
         names, positions, position = [], [], 0
         for prefix, module in found:
-            parameters, buffers, children = _TABLES(vars(module))
+            parameters, buffers, children = TABLES(vars(module))
             hidden = _NON_PERSISTENT(vars(module))
             for name, value in chain(parameters.items(), buffers.items()):
                 if value is not None and (name in parameters or name not in hidden):

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from easyckpt.integrations.transformers.unsaved import stamp
-from easyckpt.state.modules import unwrap
+from easyckpt.state.modules import TABLES, unwrap
 
 #: Elements of each tensor in host memory that are looked at.
 _LOOK = 4
@@ -56,9 +56,7 @@ class _AsMade:
     """How a module is before training."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._tables = [
-            table for each in module.modules() for table in (each._modules, each._parameters, each._buffers)
-        ]
+        self._tables = [table for each in module.modules() for table in TABLES(vars(each))]
         self._held = self._what_it_holds()
         self._tensors = [each for each in self._held if isinstance(each, torch.Tensor)]
         self._stamps = list(map(stamp, self._tensors))

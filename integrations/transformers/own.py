@@ -43,14 +43,15 @@ class Own:
         """Those that have not changed, as they were."""
         self._left: set[str] = set()
         """Not to be looked at: of these nothing is kept."""
-        room, large = _Room(), []
+        room, large = _Room(), list[str]()
         for name, value in _added(trainer):
             if _is_generator(value):
                 continue
             try:
                 look = _look(value, room)
             except _TooLarge:
-                look, large = None, [*large, name]
+                look = None
+                large.append(name)
             if look is None:
                 self._left.add(name)
             else:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from easyckpt.integrations.transformers.beside import Beside
 from tests.trainers.semantics.trainings import At, Stopped, make, stop
 
 
@@ -100,6 +101,19 @@ class Elsewhere(Trainer):
 
 def test_no_content_of_a_device_is_read(out):
     assert resumed(out, Elsewhere).steps == 8
+
+
+class Holding(TrainerCallback):
+    """Has what the trainer has."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+def test_a_module_that_a_callback_has_too_is_kept_before_any_change(out):
+    trainer = make(out, Following, wrap=False)
+    trainer.add_callback(Holding(trainer.reference))
+    assert Beside(trainer).state_dict().keys() == {"reference"}
 
 
 class Large(Trainer):
