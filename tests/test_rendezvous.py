@@ -298,7 +298,7 @@ def test_an_interrupted_exchange_is_told_to_those_that_wait():
     with pytest.raises(KeyboardInterrupt):
         one.exchange("x", 1, LIMIT)
     with pytest.raises(PeerFailed, match="interrupted on rank 0"):
-        other.exchange("y", 1, LIMIT)
+        other.exchange("x", 1, LIMIT)
 
 
 def test_locality_is_counted_by_what_is_shared(job):
