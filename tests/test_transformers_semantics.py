@@ -29,7 +29,7 @@ NONSENSE = "of_nonsense and not (put_back or alone or utf-8 or log)"
 #: And of best checkpoints that a kill has taken.
 KILLED = "of_what_a_kill_took and not (snapshot and 7)"
 #: And of steps that are saved once more, by the Trainer itself, or from where training went on.
-AGAIN = "once_more and rename or once_more and remove or named_stays or another_directory_that"
+TWICE = f"once_more and rename or once_more and remove or named_stays or another_directory_that or {KILLED}"
 SAMPLE = "layout or hold or best or callbacks or stock or line or twice or newest or added or writer or interrupt"
 #: The modules are not called as tests are: here, without transformers, nobody is to import them.
 NAMED = ("-o", "python_files=of_*.py")
@@ -38,10 +38,7 @@ NAMED = ("-o", "python_files=of_*.py")
 @pytest.mark.parametrize(
     ("version", "chosen"),
     [
-        (
-            "5",
-            f"not {DAMAGE} and not ({RARE}) and not ({TAKEN}) and not ({NONSENSE}) and not ({KILLED}) and not ({AGAIN})",
-        ),
+        ("5", f"not {DAMAGE} and not ({RARE}) and not ({TAKEN}) and not ({NONSENSE}) and not ({TWICE})"),
         ("4", f"({SAMPLE}) and not (of_taking_over or of_nonsense or of_asking_alone)"),
         ("5", f"{DAMAGE} and flipped"),
     ],
