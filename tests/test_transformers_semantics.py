@@ -42,8 +42,8 @@ NAMED = ("-o", "python_files=of_*.py")
     [
         (
             "5",
-            f"not {DAMAGE} and not ({RARE}) and not ({TAKEN}) and not ({NONSENSE}) and not ({KILLED}) and not ({AGAIN}) "
-            f"and not ({OWN})",
+            f"not {DAMAGE} and not ({RARE}) and not ({TAKEN}) and not ({NONSENSE}) and not ({KILLED}) "
+            f"and not ({AGAIN}) and not ({OWN})",
         ),
         ("4", f"({SAMPLE}) and not (of_taking_over or of_nonsense or of_asking_alone)"),
         ("5", f"{DAMAGE} and flipped"),
