@@ -30,6 +30,8 @@ NONSENSE = "of_nonsense and not (put_back or alone or utf-8 or log)"
 KILLED = "of_what_a_kill_took and not (snapshot and 7)"
 #: And of steps that are saved once more, by the Trainer itself, or from where training went on.
 TWICE = f"once_more and rename or once_more and remove or named_stays or another_directory_that or {KILLED}"
+#: And of what a class keeps by itself.
+OWN = "of_own_attributes and (inference_mode or device or too_large)"
 SAMPLE = "layout or hold or best or callbacks or stock or line or twice or newest or added or writer or interrupt"
 #: The modules are not called as tests are: here, without transformers, nobody is to import them.
 NAMED = ("-o", "python_files=of_*.py")
@@ -38,7 +40,10 @@ NAMED = ("-o", "python_files=of_*.py")
 @pytest.mark.parametrize(
     ("version", "chosen"),
     [
-        ("5", f"not {DAMAGE} and not ({RARE}) and not ({TAKEN}) and not ({NONSENSE}) and not ({TWICE})"),
+        (
+            "5",
+            f"not {DAMAGE} and not ({RARE}) and not ({TAKEN}) and not ({NONSENSE}) and not ({TWICE}) and not ({OWN})",
+        ),
         ("4", f"({SAMPLE}) and not (of_taking_over or of_nonsense or of_asking_alone)"),
         ("5", f"{DAMAGE} and flipped"),
     ],

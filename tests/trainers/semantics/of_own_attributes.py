@@ -74,7 +74,7 @@ class Mean(TrainerCallback):
         self.mean.weight.data.add_(self.by)
 
 
-def test_two_callbacks_of_one_class_have_each_its_own(out):
+def test_two_means_of_one_class_have_each_its_own(out):
     made: list[Mean] = []
 
     def callbacks():
