@@ -121,7 +121,7 @@ def test_until_a_new_training_has_saved_the_old_one_is_there(saved_by, out, tmp_
     assert checkpoints(out) == [4, 6]  # of its number 2 it was in need
     with pytest.raises(Stopped):
         make(out, Failing, save_steps=3).train()
-    assert checkpoints(out) == [4, 6]
+    assert checkpoints(out) == [2, 4, 6]  # nothing has taken its place
     trainer = make(out)
     assert began(trainer, True) == 6
     assert same(weights(trainer), straight(tmp_path))
