@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -34,12 +33,6 @@ def read_all(directory: str, names: Iterable[str] | None = None) -> dict[str, by
         with open(os.path.join(directory, name), "rb") as file:
             found[name] = file.read()
     return found
-
-
-def remove_empty(directory: str) -> None:
-    """Remove it if there is nothing in it."""
-    with contextlib.suppress(OSError):
-        os.rmdir(directory)
 
 
 def remove(directory: str) -> None:
